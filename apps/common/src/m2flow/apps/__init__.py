@@ -1,0 +1,1 @@
+"""What the m2flow applications share."""

@@ -1,0 +1,1 @@
+"""Reinforcement-learning algorithms as pure torch functions."""

@@ -1,0 +1,1 @@
+"""Adaptive communication: channels, send and receive, weight transfer."""

@@ -1,0 +1,1 @@
+"""From a macro flow, written once, to a micro flow in time and space."""

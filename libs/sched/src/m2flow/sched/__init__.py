@@ -1,0 +1,1 @@
+"""Profiling-guided scheduling: cost models, plan search, simulator, explanation."""

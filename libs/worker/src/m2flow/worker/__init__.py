@@ -1,0 +1,1 @@
+"""Devices, placement, workers and groups, launchers, locks, engine adapters."""

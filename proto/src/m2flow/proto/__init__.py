@@ -1,0 +1,1 @@
+"""The messages and services that the m2flow packages share."""

@@ -52,12 +52,12 @@ def timed(run: Callable[..., None]) -> Callable[..., None]:
     """Notes the seconds of a session; they are printed when nox ends."""
 
     @functools.wraps(run)
-    def wrapper(session: nox.Session, *args: object) -> None:
+    def wrapper(session: nox.Session, **parameters: str) -> None:
         started = time.monotonic()
         try:
-            run(session, *args)
+            run(session, **parameters)
         finally:
-            SECONDS.append((session.friendly_name, time.monotonic() - started))
+            SECONDS.append((" ".join([run.__name__, *parameters.values()]), time.monotonic() - started))
 
     return wrapper
 

@@ -216,10 +216,21 @@ def docs(session: nox.Session) -> None:
     pytest(session, "tests/test_examples.py", *session.posargs)
 
 
+def system_packages(session: nox.Session, program: str, *packages: str) -> None:
+    """Installs Debian packages when `program` is missing and we may; without it the tests that need it are skipped."""
+    if shutil.which(program) is None and shutil.which("apt-get") and os.geteuid() == 0:
+        quiet = {"DEBIAN_FRONTEND": "noninteractive"}
+        session.run("apt-get", "update", "-q", external=True, silent=True)
+        session.run(
+            "apt-get", "install", "-qy", "--no-install-recommends", *packages, external=True, silent=True, env=quiet
+        )
+
+
 @nox.session
 @timed
 def integration(session: nox.Session) -> None:
     """What crosses packages: the recipe on the real model, its plans, its failures, its report."""
+    system_packages(session, "chromium", "chromium")
     install(session, list(PACKAGES.values()), *_group("integration"), extras=True)
     pytest(session, "tests", "--ignore=tests/test_examples.py", *session.posargs)
 

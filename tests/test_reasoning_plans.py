@@ -1,0 +1,68 @@
+"""The same recipe under three plans: the same samples, another order in time."""
+
+import itertools
+import json
+
+import pytest
+
+pytestmark = [pytest.mark.large, pytest.mark.timeout(420)]
+
+
+def busy(run, group: str) -> list[tuple[float, float]]:
+    """(start, end) in microseconds of each span in which a stage of the group worked."""
+    named = [s for s in run.spans if str(s["name"]).startswith(f"{group}.") and s.get("cat") == "busy"]
+    return [(s["ts"], s["ts"] + s["dur"]) for s in named]
+
+
+def overlap(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
+    """Microseconds in which both lists have a span."""
+    return sum(max(0.0, min(e, f) - max(s, t)) for (s, e), (t, f) in itertools.product(a, b))
+
+
+def test_temporal_and_spatial_sample_the_same(temporal, spatial) -> None:
+    for step in (1, 2, 3):
+        one, other = temporal.samples(step), spatial.samples(step)
+        assert [s["completion"] for s in one] == [s["completion"] for s in other], step
+        assert [s["reward"] for s in one] == [s["reward"] for s in other], step
+
+
+def test_under_temporal_they_take_turns(temporal) -> None:
+    rollout, actor = busy(temporal, "rollout"), busy(temporal, "actor")
+    assert rollout
+    assert actor
+    assert overlap(rollout, actor) == 0
+
+
+def test_under_spatial_they_work_side_by_side(spatial) -> None:
+    assert overlap(busy(spatial, "rollout"), busy(spatial, "actor")) > 1e5
+
+
+def test_under_spatial_they_have_their_own_cores(spatial) -> None:
+    devices = {g["group"]: set(g["device_ids"]) for g in spatial.plan["groups"]}
+    assert devices["rollout"].isdisjoint(devices["actor"])
+
+
+def test_rollout_weights_change_at_every_step(temporal) -> None:
+    versions = [{s["policy_version"] for s in temporal.samples(step)} for step in range(1, 11)]
+    assert all(len(seen) == 1 for seen in versions)
+    assert sorted(v for seen in versions for v in seen) == [v for seen in versions for v in seen]
+    assert len({v for seen in versions for v in seen}) == 10
+
+
+def test_auto_chooses_from_what_it_measured(auto) -> None:
+    profile = json.loads((auto.path / "profile.json").read_text())
+    assert {sample["stage"] for sample in profile["samples"]} >= {"rollout.generate", "actor.train"}
+    assert auto.plan["mode"] in {"temporal", "spatial", "hybrid"}
+    assert auto.plan["prediction"]["iteration_s"] > 0
+    assert (auto.path / "plan.txt").read_text().strip() in auto.output
+
+
+def test_auto_shows_predicted_beside_measured(auto) -> None:
+    both = [r for r in auto.rows if "plan/predicted_s" in r]
+    assert both
+    assert all(r["plan/measured_s"] > 0 for r in both)
+
+
+def test_auto_samples_the_same_too(temporal, auto) -> None:
+    for step in (1, 2, 3):
+        assert [s["completion"] for s in auto.samples(step)] == [s["completion"] for s in temporal.samples(step)], step

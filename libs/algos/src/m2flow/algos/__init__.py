@@ -1,1 +1,51 @@
-"""Reinforcement-learning algorithms as pure torch functions."""
+"""Reinforcement-learning algorithms as pure torch functions on [B, T] tensors with bool masks."""
+
+from m2flow.algos import (
+    advantages,
+    aggregation,
+    checks,
+    chunks,
+    cloning,
+    corrections,
+    filters,
+    kl,
+    logprobs,
+    losses,
+    masks,
+    metrics,
+    replay,
+    returns,
+    rlpd,
+    sac,
+    shaping,
+    targets,
+    values,
+)
+from m2flow.algos.errors import AlgosError, DtypeError, NonFiniteError, SettingError, ShapeError
+
+__all__ = [
+    "AlgosError",
+    "DtypeError",
+    "NonFiniteError",
+    "SettingError",
+    "ShapeError",
+    "advantages",
+    "aggregation",
+    "checks",
+    "chunks",
+    "cloning",
+    "corrections",
+    "filters",
+    "kl",
+    "logprobs",
+    "losses",
+    "masks",
+    "metrics",
+    "replay",
+    "returns",
+    "rlpd",
+    "sac",
+    "shaping",
+    "targets",
+    "values",
+]

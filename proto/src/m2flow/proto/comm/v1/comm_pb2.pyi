@@ -1,5 +1,4 @@
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -7,153 +6,129 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class Dtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    DTYPE_UNSPECIFIED: _ClassVar[Dtype]
-    DTYPE_BOOL: _ClassVar[Dtype]
-    DTYPE_UINT8: _ClassVar[Dtype]
-    DTYPE_UINT16: _ClassVar[Dtype]
-    DTYPE_UINT32: _ClassVar[Dtype]
-    DTYPE_UINT64: _ClassVar[Dtype]
-    DTYPE_INT8: _ClassVar[Dtype]
-    DTYPE_INT16: _ClassVar[Dtype]
-    DTYPE_INT32: _ClassVar[Dtype]
-    DTYPE_INT64: _ClassVar[Dtype]
-    DTYPE_FLOAT16: _ClassVar[Dtype]
-    DTYPE_FLOAT32: _ClassVar[Dtype]
-    DTYPE_FLOAT64: _ClassVar[Dtype]
-    DTYPE_BFLOAT16: _ClassVar[Dtype]
-    DTYPE_COMPLEX64: _ClassVar[Dtype]
-    DTYPE_COMPLEX128: _ClassVar[Dtype]
-    DTYPE_FLOAT8_E4M3FN: _ClassVar[Dtype]
-    DTYPE_FLOAT8_E5M2: _ClassVar[Dtype]
-
-class ArrayKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    ARRAY_KIND_UNSPECIFIED: _ClassVar[ArrayKind]
-    ARRAY_KIND_NUMPY: _ClassVar[ArrayKind]
-    ARRAY_KIND_TORCH: _ClassVar[ArrayKind]
-DTYPE_UNSPECIFIED: Dtype
-DTYPE_BOOL: Dtype
-DTYPE_UINT8: Dtype
-DTYPE_UINT16: Dtype
-DTYPE_UINT32: Dtype
-DTYPE_UINT64: Dtype
-DTYPE_INT8: Dtype
-DTYPE_INT16: Dtype
-DTYPE_INT32: Dtype
-DTYPE_INT64: Dtype
-DTYPE_FLOAT16: Dtype
-DTYPE_FLOAT32: Dtype
-DTYPE_FLOAT64: Dtype
-DTYPE_BFLOAT16: Dtype
-DTYPE_COMPLEX64: Dtype
-DTYPE_COMPLEX128: Dtype
-DTYPE_FLOAT8_E4M3FN: Dtype
-DTYPE_FLOAT8_E5M2: Dtype
-ARRAY_KIND_UNSPECIFIED: ArrayKind
-ARRAY_KIND_NUMPY: ArrayKind
-ARRAY_KIND_TORCH: ArrayKind
-
-class TensorDescriptor(_message.Message):
-    __slots__ = ("dtype", "kind", "shape", "device", "segment", "offset_bytes", "size_bytes")
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    SHAPE_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
-    SEGMENT_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
-    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    dtype: Dtype
-    kind: ArrayKind
-    shape: _containers.RepeatedScalarFieldContainer[int]
-    device: str
-    segment: str
-    offset_bytes: int
-    size_bytes: int
-    def __init__(self, dtype: _Optional[_Union[Dtype, str]] = ..., kind: _Optional[_Union[ArrayKind, str]] = ..., shape: _Optional[_Iterable[int]] = ..., device: _Optional[str] = ..., segment: _Optional[str] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
-
-class Payload(_message.Message):
-    __slots__ = ("structure_id", "structure", "scalars", "tensors")
-    STRUCTURE_ID_FIELD_NUMBER: _ClassVar[int]
-    STRUCTURE_FIELD_NUMBER: _ClassVar[int]
-    SCALARS_FIELD_NUMBER: _ClassVar[int]
-    TENSORS_FIELD_NUMBER: _ClassVar[int]
-    structure_id: int
-    structure: bytes
-    scalars: bytes
-    tensors: _containers.RepeatedCompositeFieldContainer[TensorDescriptor]
-    def __init__(self, structure_id: _Optional[int] = ..., structure: _Optional[bytes] = ..., scalars: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[TensorDescriptor, _Mapping]]] = ...) -> None: ...
-
 class Hello(_message.Message):
-    __slots__ = ("version", "peer", "capabilities", "token")
+    __slots__ = ("version", "peer", "capabilities", "token", "incarnation")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     version: str
     peer: str
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     token: str
-    def __init__(self, version: _Optional[str] = ..., peer: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., token: _Optional[str] = ...) -> None: ...
+    incarnation: int
+    def __init__(self, version: _Optional[str] = ..., peer: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., token: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
-class ChannelRequest(_message.Message):
-    __slots__ = ("id", "channel", "hello", "put", "get", "ack", "end", "close", "stats", "cancel", "open")
+class Refusal(_message.Message):
+    __slots__ = ("reason", "version")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    version: str
+    def __init__(self, reason: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+
+class Segment(_message.Message):
+    __slots__ = ("id", "size_bytes")
     ID_FIELD_NUMBER: _ClassVar[int]
-    CHANNEL_FIELD_NUMBER: _ClassVar[int]
-    HELLO_FIELD_NUMBER: _ClassVar[int]
-    PUT_FIELD_NUMBER: _ClassVar[int]
-    GET_FIELD_NUMBER: _ClassVar[int]
-    ACK_FIELD_NUMBER: _ClassVar[int]
-    END_FIELD_NUMBER: _ClassVar[int]
-    CLOSE_FIELD_NUMBER: _ClassVar[int]
-    STATS_FIELD_NUMBER: _ClassVar[int]
-    CANCEL_FIELD_NUMBER: _ClassVar[int]
-    OPEN_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     id: int
-    channel: str
-    hello: Hello
-    put: PutRequest
-    get: GetRequest
-    ack: AckRequest
-    end: EndRequest
-    close: CloseRequest
-    stats: StatsRequest
-    cancel: CancelRequest
-    open: OpenRequest
-    def __init__(self, id: _Optional[int] = ..., channel: _Optional[str] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., put: _Optional[_Union[PutRequest, _Mapping]] = ..., get: _Optional[_Union[GetRequest, _Mapping]] = ..., ack: _Optional[_Union[AckRequest, _Mapping]] = ..., end: _Optional[_Union[EndRequest, _Mapping]] = ..., close: _Optional[_Union[CloseRequest, _Mapping]] = ..., stats: _Optional[_Union[StatsRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ...) -> None: ...
+    size_bytes: int
+    def __init__(self, id: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
-class OpenRequest(_message.Message):
-    __slots__ = ("capacity", "roles", "group")
-    CAPACITY_FIELD_NUMBER: _ClassVar[int]
-    ROLES_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    capacity: int
-    roles: _containers.RepeatedScalarFieldContainer[str]
-    group: str
-    def __init__(self, capacity: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., group: _Optional[str] = ...) -> None: ...
+class Block(_message.Message):
+    __slots__ = ("segment", "offset_bytes", "size_bytes")
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    segment: int
+    offset_bytes: int
+    size_bytes: int
+    def __init__(self, segment: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("blocks", "abandoned")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ABANDONED_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[Block]
+    abandoned: bool
+    def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., abandoned: bool = ...) -> None: ...
+
+class Payload(_message.Message):
+    __slots__ = ("data", "block")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    block: Block
+    def __init__(self, data: _Optional[bytes] = ..., block: _Optional[_Union[Block, _Mapping]] = ...) -> None: ...
+
+class CallRequest(_message.Message):
+    __slots__ = ("service", "method", "args")
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    ARGS_FIELD_NUMBER: _ClassVar[int]
+    service: str
+    method: str
+    args: Payload
+    def __init__(self, service: _Optional[str] = ..., method: _Optional[str] = ..., args: _Optional[_Union[Payload, _Mapping]] = ...) -> None: ...
+
+class CallResponse(_message.Message):
+    __slots__ = ("result", "failure")
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    result: Payload
+    failure: Failure
+    def __init__(self, result: _Optional[_Union[Payload, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("type", "message", "traceback", "peers")
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    TRACEBACK_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    type: str
+    message: str
+    traceback: str
+    peers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, type: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Envelope(_message.Message):
-    __slots__ = ("id", "key", "weight", "producer", "payload", "tombstone", "inline_data", "lease", "iteration")
+    __slots__ = ("id", "key", "weight", "producer", "payload", "tombstone", "iteration", "lease")
     ID_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     TOMBSTONE_FIELD_NUMBER: _ClassVar[int]
-    INLINE_DATA_FIELD_NUMBER: _ClassVar[int]
-    LEASE_FIELD_NUMBER: _ClassVar[int]
     ITERATION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     id: str
     key: str
     weight: float
     producer: str
     payload: Payload
     tombstone: str
-    inline_data: bytes
-    lease: int
     iteration: int
-    def __init__(self, id: _Optional[str] = ..., key: _Optional[str] = ..., weight: _Optional[float] = ..., producer: _Optional[str] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ..., tombstone: _Optional[str] = ..., inline_data: _Optional[bytes] = ..., lease: _Optional[int] = ..., iteration: _Optional[int] = ...) -> None: ...
+    lease: int
+    def __init__(self, id: _Optional[str] = ..., key: _Optional[str] = ..., weight: _Optional[float] = ..., producer: _Optional[str] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ..., tombstone: _Optional[str] = ..., iteration: _Optional[int] = ..., lease: _Optional[int] = ...) -> None: ...
+
+class ChannelRequest(_message.Message):
+    __slots__ = ("channel", "put", "get", "ack", "end", "close", "stats")
+    CHANNEL_FIELD_NUMBER: _ClassVar[int]
+    PUT_FIELD_NUMBER: _ClassVar[int]
+    GET_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    channel: str
+    put: PutRequest
+    get: GetRequest
+    ack: AckRequest
+    end: EndRequest
+    close: CloseRequest
+    stats: StatsRequest
+    def __init__(self, channel: _Optional[str] = ..., put: _Optional[_Union[PutRequest, _Mapping]] = ..., get: _Optional[_Union[GetRequest, _Mapping]] = ..., ack: _Optional[_Union[AckRequest, _Mapping]] = ..., end: _Optional[_Union[EndRequest, _Mapping]] = ..., close: _Optional[_Union[CloseRequest, _Mapping]] = ..., stats: _Optional[_Union[StatsRequest, _Mapping]] = ...) -> None: ...
 
 class PutRequest(_message.Message):
     __slots__ = ("items", "wait")
@@ -164,22 +139,22 @@ class PutRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[Envelope, _Mapping]]] = ..., wait: bool = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("key", "weight", "max_items", "iteration")
+    __slots__ = ("key", "iteration", "weight")
     KEY_FIELD_NUMBER: _ClassVar[int]
-    WEIGHT_FIELD_NUMBER: _ClassVar[int]
-    MAX_ITEMS_FIELD_NUMBER: _ClassVar[int]
     ITERATION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     key: str
-    weight: float
-    max_items: int
     iteration: int
-    def __init__(self, key: _Optional[str] = ..., weight: _Optional[float] = ..., max_items: _Optional[int] = ..., iteration: _Optional[int] = ...) -> None: ...
+    weight: float
+    def __init__(self, key: _Optional[str] = ..., iteration: _Optional[int] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class AckRequest(_message.Message):
-    __slots__ = ("leases",)
+    __slots__ = ("leases", "give_back")
     LEASES_FIELD_NUMBER: _ClassVar[int]
+    GIVE_BACK_FIELD_NUMBER: _ClassVar[int]
     leases: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, leases: _Optional[_Iterable[int]] = ...) -> None: ...
+    give_back: bool
+    def __init__(self, leases: _Optional[_Iterable[int]] = ..., give_back: bool = ...) -> None: ...
 
 class EndRequest(_message.Message):
     __slots__ = ("iteration",)
@@ -188,41 +163,32 @@ class EndRequest(_message.Message):
     def __init__(self, iteration: _Optional[int] = ...) -> None: ...
 
 class CloseRequest(_message.Message):
-    __slots__ = ("reason",)
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class CancelRequest(_message.Message):
-    __slots__ = ("id",)
-    ID_FIELD_NUMBER: _ClassVar[int]
-    id: int
-    def __init__(self, id: _Optional[int] = ...) -> None: ...
-
 class ChannelResponse(_message.Message):
-    __slots__ = ("id", "error", "message", "items", "stats")
-    ID_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("failure", "items", "stats")
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
-    id: int
-    error: str
-    message: str
+    failure: Failure
     items: _containers.RepeatedCompositeFieldContainer[Envelope]
     stats: ChannelStats
-    def __init__(self, id: _Optional[int] = ..., error: _Optional[str] = ..., message: _Optional[str] = ..., items: _Optional[_Iterable[_Union[Envelope, _Mapping]]] = ..., stats: _Optional[_Union[ChannelStats, _Mapping]] = ...) -> None: ...
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., items: _Optional[_Iterable[_Union[Envelope, _Mapping]]] = ..., stats: _Optional[_Union[ChannelStats, _Mapping]] = ...) -> None: ...
 
 class ChannelStats(_message.Message):
-    __slots__ = ("queued", "leased", "put", "acked", "waiting_producers", "waiting_consumers", "queued_weight", "closed")
+    __slots__ = ("queued", "leased", "put", "acked", "dropped", "tombstones", "regiven", "waiting_producers", "waiting_consumers", "queued_weight", "closed")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     LEASED_FIELD_NUMBER: _ClassVar[int]
     PUT_FIELD_NUMBER: _ClassVar[int]
     ACKED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    TOMBSTONES_FIELD_NUMBER: _ClassVar[int]
+    REGIVEN_FIELD_NUMBER: _ClassVar[int]
     WAITING_PRODUCERS_FIELD_NUMBER: _ClassVar[int]
     WAITING_CONSUMERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_WEIGHT_FIELD_NUMBER: _ClassVar[int]
@@ -231,34 +197,23 @@ class ChannelStats(_message.Message):
     leased: int
     put: int
     acked: int
+    dropped: int
+    tombstones: int
+    regiven: int
     waiting_producers: int
     waiting_consumers: int
     queued_weight: float
     closed: bool
-    def __init__(self, queued: _Optional[int] = ..., leased: _Optional[int] = ..., put: _Optional[int] = ..., acked: _Optional[int] = ..., waiting_producers: _Optional[int] = ..., waiting_consumers: _Optional[int] = ..., queued_weight: _Optional[float] = ..., closed: bool = ...) -> None: ...
-
-class FetchRequest(_message.Message):
-    __slots__ = ("lease", "channel")
-    LEASE_FIELD_NUMBER: _ClassVar[int]
-    CHANNEL_FIELD_NUMBER: _ClassVar[int]
-    lease: int
-    channel: str
-    def __init__(self, lease: _Optional[int] = ..., channel: _Optional[str] = ...) -> None: ...
-
-class FetchResponse(_message.Message):
-    __slots__ = ("data",)
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    data: bytes
-    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, queued: _Optional[int] = ..., leased: _Optional[int] = ..., put: _Optional[int] = ..., acked: _Optional[int] = ..., dropped: _Optional[int] = ..., tombstones: _Optional[int] = ..., regiven: _Optional[int] = ..., waiting_producers: _Optional[int] = ..., waiting_consumers: _Optional[int] = ..., queued_weight: _Optional[float] = ..., closed: bool = ...) -> None: ...
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("request",)
-    REQUEST_FIELD_NUMBER: _ClassVar[int]
-    request: ChannelRequest
-    def __init__(self, request: _Optional[_Union[ChannelRequest, _Mapping]] = ...) -> None: ...
+    __slots__ = ("frames",)
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    frames: bytes
+    def __init__(self, frames: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeResponse(_message.Message):
-    __slots__ = ("response",)
-    RESPONSE_FIELD_NUMBER: _ClassVar[int]
-    response: ChannelResponse
-    def __init__(self, response: _Optional[_Union[ChannelResponse, _Mapping]] = ...) -> None: ...
+    __slots__ = ("frames",)
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    frames: bytes
+    def __init__(self, frames: _Optional[bytes] = ...) -> None: ...

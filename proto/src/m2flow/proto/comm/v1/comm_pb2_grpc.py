@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ChannelServiceStub(object):
-    """Channels across hosts; on one host the same messages are framed on a Unix socket.
+    """Endpoints across hosts: the frames that one host's endpoints exchange on a Unix socket, payloads inside them.
     """
 
     def __init__(self, channel):
@@ -40,26 +40,14 @@ class ChannelServiceStub(object):
                 request_serializer=m2flow_dot_proto_dot_comm_dot_v1_dot_comm__pb2.ExchangeRequest.SerializeToString,
                 response_deserializer=m2flow_dot_proto_dot_comm_dot_v1_dot_comm__pb2.ExchangeResponse.FromString,
                 _registered_method=True)
-        self.Fetch = channel.unary_stream(
-                '/m2flow.proto.comm.v1.ChannelService/Fetch',
-                request_serializer=m2flow_dot_proto_dot_comm_dot_v1_dot_comm__pb2.FetchRequest.SerializeToString,
-                response_deserializer=m2flow_dot_proto_dot_comm_dot_v1_dot_comm__pb2.FetchResponse.FromString,
-                _registered_method=True)
 
 
 class ChannelServiceServicer(object):
-    """Channels across hosts; on one host the same messages are framed on a Unix socket.
+    """Endpoints across hosts: the frames that one host's endpoints exchange on a Unix socket, payloads inside them.
     """
 
     def Exchange(self, request_iterator, context):
-        """Requests to the index and their answers, in any order.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Fetch(self, request, context):
-        """The bytes of a leased payload.
+        """Frames in both directions, in order; a frame may span messages of at most 1 MB.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,11 +61,6 @@ def add_ChannelServiceServicer_to_server(servicer, server):
                     request_deserializer=m2flow_dot_proto_dot_comm_dot_v1_dot_comm__pb2.ExchangeRequest.FromString,
                     response_serializer=m2flow_dot_proto_dot_comm_dot_v1_dot_comm__pb2.ExchangeResponse.SerializeToString,
             ),
-            'Fetch': grpc.unary_stream_rpc_method_handler(
-                    servicer.Fetch,
-                    request_deserializer=m2flow_dot_proto_dot_comm_dot_v1_dot_comm__pb2.FetchRequest.FromString,
-                    response_serializer=m2flow_dot_proto_dot_comm_dot_v1_dot_comm__pb2.FetchResponse.SerializeToString,
-            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'm2flow.proto.comm.v1.ChannelService', rpc_method_handlers)
@@ -87,7 +70,7 @@ def add_ChannelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ChannelService(object):
-    """Channels across hosts; on one host the same messages are framed on a Unix socket.
+    """Endpoints across hosts: the frames that one host's endpoints exchange on a Unix socket, payloads inside them.
     """
 
     @staticmethod
@@ -107,33 +90,6 @@ class ChannelService(object):
             '/m2flow.proto.comm.v1.ChannelService/Exchange',
             m2flow_dot_proto_dot_comm_dot_v1_dot_comm__pb2.ExchangeRequest.SerializeToString,
             m2flow_dot_proto_dot_comm_dot_v1_dot_comm__pb2.ExchangeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Fetch(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/m2flow.proto.comm.v1.ChannelService/Fetch',
-            m2flow_dot_proto_dot_comm_dot_v1_dot_comm__pb2.FetchRequest.SerializeToString,
-            m2flow_dot_proto_dot_comm_dot_v1_dot_comm__pb2.FetchResponse.FromString,
             options,
             channel_credentials,
             insecure,

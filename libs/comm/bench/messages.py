@@ -1,0 +1,123 @@
+"""Small messages: the time of one, and how many a second."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from _rows import Cast, main, median_us, row, said
+
+from m2flow.comm import ChannelClosedError, Endpoint, Put
+
+BODY = b"x" * 1000
+
+
+def call_receiver(endpoint: Endpoint, count: str) -> float:
+    delays: list[int] = []
+    done = threading.Event()
+
+    def take(request: Any) -> None:
+        delays.append(time.monotonic_ns() - request.args["t"])
+        if len(delays) == int(count):
+            done.set()
+
+    endpoint.handle("take", take)
+    assert done.wait(60)
+    return median_us(delays[int(count) // 10 :])
+
+
+def call_sender(endpoint: Endpoint, count: str) -> None:
+    time.sleep(0.5)
+    for _ in range(int(count)):
+        endpoint.request_async("receiver", "take", "", {"t": time.monotonic_ns(), "n": 1, "s": "text"})
+        time.sleep(0.001)
+
+
+def index(endpoint: Endpoint, producers: str, consumers: str) -> None:
+    endpoint.host_channel("q", capacity=1024, producers=producers.split(","), consumers=consumers.split(","))
+    over = threading.Event()
+    endpoint.handle("over", lambda request: over.set())
+    assert over.wait(120)
+
+
+def producer(endpoint: Endpoint, count: str, batch: str, pause_s: str) -> float:
+    channel = endpoint.channel("q", host="index")
+    started = time.monotonic()
+    for start in range(0, int(count), int(batch)):
+        items = [{"t": time.monotonic_ns(), "i": start + at, "b": BODY} for at in range(int(batch))]
+        if int(batch) == 1:
+            channel.put(items[0], id=f"{endpoint.name}{start}")
+        else:
+            channel.put_many([Put(item=item, id=f"{endpoint.name}{item['i']}") for item in items])
+        if float(pause_s):
+            time.sleep(float(pause_s))
+    channel.close()
+    return time.monotonic() - started
+
+
+def consumer(endpoint: Endpoint, batch: str) -> dict[str, Any]:
+    channel = endpoint.channel("q", host="index")
+    delays: list[int] = []
+    started = 0.0
+    try:
+        while True:
+            leases = [channel.get()] if int(batch) == 1 else channel.get_batch(int(batch))
+            started = started or time.monotonic()
+            now = time.monotonic_ns()
+            delays += [now - lease.item["t"] for lease in leases]
+            channel.ack(leases)
+    except ChannelClosedError:
+        pass
+    return {"start": started, "end": time.monotonic(), "count": len(delays), "us": median_us(delays)}
+
+
+def call_latency_us(count: int = 2000) -> float:
+    with Cast(__file__) as cast:
+        receiver = cast.start("call_receiver", "receiver", count)
+        cast.start("call_sender", "sender", count)
+        return float(said(receiver))
+
+
+def channel_run(num_pairs: int, count: int, batch: int, pause_s: float = 0) -> tuple[float, float]:
+    """Returns messages a second and the median delay in microseconds."""
+    producers = [f"p{rank}" for rank in range(num_pairs)]
+    consumers = [f"c{rank}" for rank in range(num_pairs)]
+    with Cast(__file__) as cast:
+        cast.start("index", "index", ",".join(producers), ",".join(consumers))
+        takers = [cast.start("consumer", name, batch) for name in consumers]
+        time.sleep(1.0 + 0.3 * num_pairs)
+        makers = [cast.start("producer", name, count, batch, pause_s) for name in producers]
+        taken = [said(process) for process in takers]
+        for process in makers:
+            said(process)
+    seconds = max(one["end"] for one in taken) - min(one["start"] for one in taken if one["start"])
+    return sum(one["count"] for one in taken) / seconds, taken[0]["us"]
+
+
+def measure() -> Iterator[dict[str, Any]]:
+    yield row("small dict, process to process, one way", call_latency_us(), "us", target=100, at_least=False)
+    delay_us = channel_run(1, 2000, 1, 0.001)[1]
+    yield row("small dict, index in a third process, one way", delay_us, "us", target=200, at_least=False)
+    for name, num_pairs, count, batch, target in (
+        ("1 KB one by one", 1, 20_000, 1, 5_000),
+        ("1 KB in batches of 16", 1, 160_000, 16, 50_000),
+        ("1 KB in batches of 16, 4 to 4", 4, 80_000, 16, 80_000),
+    ):
+        rate = channel_run(num_pairs, count, batch)[0]
+        yield row(f"{name}, through a channel", rate, "messages/s", target=target, at_least=True)
+
+
+ROLES = {
+    "call_receiver": call_receiver,
+    "call_sender": call_sender,
+    "index": index,
+    "producer": producer,
+    "consumer": consumer,
+}
+
+if __name__ == "__main__":
+    main(__file__, measure, ROLES)

@@ -1,0 +1,121 @@
+"""Calls between endpoints: a service's method with a tree, answered with a tree or with the error it raised.
+
+Handlers run on a few threads, those of one peer and service in the order they were sent. One that has to wait returns a
+Future instead, and no thread waits with it.
+"""
+
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple
+
+from m2flow.comm._connection import Connection
+from m2flow.comm._executor import LaneExecutor
+from m2flow.comm._frames import Kind
+from m2flow.comm._parking import Parking
+from m2flow.comm._segments import Slot
+from m2flow.comm.errors import RemoteError
+from m2flow.comm.payload import Tree, decode, encode
+from m2flow.proto.comm.v1 import comm_pb2
+
+
+class Request(NamedTuple):
+    """What a handler is given: who calls, what, with which tree. Arrays in `args` are read-only."""
+
+    peer: str
+    service: str
+    method: str
+    args: Tree
+
+
+class Lend(NamedTuple):
+    """An answer that lies in shared memory already, as a payload: any number of peers may read it in place."""
+
+    slot: Slot
+    size_bytes: int
+
+
+# Returns the answer's tree, or a Future of it.
+Handler = Callable[[Request], Any]
+
+
+class CallServer:
+    """The services of one endpoint."""
+
+    def __init__(self, executor: LaneExecutor, parking: Parking) -> None:
+        self._executor = executor
+        self._parking = parking
+        self._handlers: dict[str, Handler] = {}
+
+    def add(self, service: str, handler: Handler) -> None:
+        """Serves a service, on the io thread; raises ValueError for a name that is taken."""
+        if service in self._handlers:
+            raise ValueError(f"service {service!r} has a handler already: give this one another name")
+        self._handlers[service] = handler
+        self._parking.arrived(service)
+
+    def on_call(self, connection: Connection, request_id: int, body: bytes) -> None:
+        """Handles a CALL frame, on the io thread."""
+        message = comm_pb2.CallRequest.FromString(body)
+        # A block is opened here, in the order of frames: its segment may be retired by the next one.
+        args = connection.open(message.args)
+        job = partial(self._run, connection, request_id, message.service, message.method, args)
+        submit = partial(self._executor.submit, (connection, message.service), job)
+        if message.service in self._handlers:
+            submit()
+            return
+        refusal = LookupError(f"no service {message.service!r} here, want one of {sorted(self._handlers)}")
+        self._parking.park(message.service, submit, partial(self._fail, connection, request_id, refusal))
+
+    def _run(self, connection: Connection, request_id: int, service: str, method: str, args: Any) -> None:
+        try:
+            handler = self._handlers[service]
+            result = handler(Request(connection.peer, service, method, decode(args)))
+        except Exception as error:
+            self._fail(connection, request_id, error)
+            return
+        if isinstance(result, Future):
+            # It may be resolved on any thread, the io thread too: encoding is for one of ours.
+            lane = (connection, request_id, service)
+            result.add_done_callback(
+                lambda done: self._executor.submit(lane, partial(self._settle, connection, request_id, done))
+            )
+        else:
+            self._answer(connection, request_id, result)
+
+    def _settle(self, connection: Connection, request_id: int, done: "Future[Any]") -> None:
+        if done.cancelled():
+            self._fail(connection, request_id, RuntimeError("the call was cancelled where it ran"))
+        elif (error := done.exception()) is not None:
+            self._fail(connection, request_id, error)
+        else:
+            self._answer(connection, request_id, done.result())
+
+    def _answer(self, connection: Connection, request_id: int, result: Any) -> None:
+        try:
+            if isinstance(result, Lend):
+                payload = connection.lend_slot(result.slot, result.size_bytes)
+            else:
+                payload = connection.pack(encode(result))
+        except Exception as error:
+            self._fail(connection, request_id, error)
+            return
+        connection.send(Kind.REPLY, request_id, comm_pb2.CallResponse(result=payload).SerializeToString())
+
+    def _fail(self, connection: Connection, request_id: int, error: BaseException) -> None:
+        failure = comm_pb2.Failure(
+            type=type(error).__qualname__,
+            message=str(error).encode("utf-8", "replace").decode(),
+            traceback="".join(traceback.format_exception(error)).encode("utf-8", "replace").decode(),
+        )
+        connection.send(Kind.REPLY, request_id, comm_pb2.CallResponse(failure=failure).SerializeToString())
+
+
+def read_answer(connection: Connection, body: bytes) -> Tree:
+    """Returns the tree of a call's answer; raises RemoteError where the handler raised."""
+    response = comm_pb2.CallResponse.FromString(body)
+    if response.HasField("failure"):
+        failure = response.failure
+        raise RemoteError(connection.peer, failure.type, failure.message, failure.traceback)
+    return decode(connection.open(response.result))

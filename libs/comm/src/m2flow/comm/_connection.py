@@ -1,0 +1,216 @@
+"""A connection: two endpoints that know each other, with the calls under way between them and the memory lent.
+
+It is the same on every link. A payload larger than a few pages goes into shared memory where the link passes
+descriptors: a segment is announced once, then only its blocks are named. Whoever lends a block is told when it comes
+back, or that its reader vanished, which makes the segment unusable for anything new.
+"""
+
+import itertools
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Protocol
+
+from m2flow.comm import _frames
+from m2flow.comm._frames import Kind, ProtocolError
+from m2flow.comm._mappings import BlockRef, Hold, Mapped, Released
+from m2flow.comm._segments import Pool, Segment, Slot
+from m2flow.comm._tree import Bytes
+from m2flow.comm.errors import CommError, PeerLostError
+from m2flow.comm.payload import Encoded
+from m2flow.proto.comm.v1 import comm_pb2
+
+# Up to here a copy through the socket is cheaper than a block and its way back.
+INLINE_BYTES = 32 << 10
+
+OnReturned = Callable[[bool], None]
+
+
+class Link(Protocol):
+    """What carries frames: a Unix socket, or a gRPC stream."""
+
+    passes_fds: bool
+    body_limit: int
+
+    def send(self, data: bytes, fd: int | None = None, *, wait: bool = True) -> None: ...
+    def wait_sent(self, timeout_s: float) -> bool: ...
+    def close(self) -> None: ...
+    def fail(self, reason: str) -> None: ...
+    def abandon(self) -> None: ...
+
+
+class Connection:
+    """One connection of an endpoint; `peer` is empty until the other end has said hello."""
+
+    def __init__(self, peer: str, pool: Pool, released: Released) -> None:
+        self.peer = peer
+        self.incarnation = 0
+        self.greeted = False
+        self.left = False
+        self.link: Link
+        self._pool = pool
+        self._released = released
+        self._ids = itertools.count(1)
+        self._calls: dict[int, Future[bytes]] = {}
+        self._lost: PeerLostError | CommError | None = None
+        self._lock = threading.Lock()
+        self._announced: set[int] = set()
+        self._lent: defaultdict[tuple[int, int], list[OnReturned]] = defaultdict(list)
+        self._segments: dict[int, Mapped] = {}
+
+    # Calls.
+
+    def call(self, kind: Kind, body: bytes) -> tuple[int, "Future[bytes]"]:
+        """Sends a request; returns its id and the future of its answer's body, which fails when the peer is lost."""
+        request_id = next(self._ids)
+        future: Future[bytes] = Future()
+        with self._lock:
+            if self._lost is None:
+                self._calls[request_id] = future
+            else:
+                future.set_exception(self._lost)
+                return request_id, future
+        self.send(kind, request_id, body)
+        return request_id, future
+
+    def answered(self, request_id: int, body: bytes) -> bool:
+        """Resolves a call; False when nobody waits for it any more."""
+        with self._lock:
+            future = self._calls.pop(request_id, None)
+        if future is None or not future.set_running_or_notify_cancel():
+            return False
+        future.set_result(body)
+        return True
+
+    def send(self, kind: Kind, request_id: int, body: bytes) -> None:
+        """Sends a frame; a closed link is not an error here, as its calls fail by themselves."""
+        try:
+            self.link.send(_frames.frame(kind, request_id, body))
+        except BrokenPipeError:
+            return
+
+    def lose(self, error: PeerLostError | CommError) -> None:
+        """Fails what is under way, and takes back what is lent as unusable. Runs once, on the io thread."""
+        with self._lock:
+            if self._lost is not None:
+                return
+            self._lost = error
+            calls, self._calls = self._calls, {}
+            lent, self._lent = self._lent, defaultdict(list)
+        for future in calls.values():
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        for callbacks in lent.values():
+            for callback in callbacks:
+                callback(True)
+
+    # Payloads out.
+
+    def pack(self, encoded: Encoded, *, timeout_s: float | None = None) -> comm_pb2.Payload:
+        """Returns the message that stands for a payload: its bytes, or a block written for this peer alone.
+
+        Blocks while the quota of shared memory is used up; raises TimeoutError after `timeout_s` of that.
+        """
+        if not self.link.passes_fds or encoded.size_bytes <= INLINE_BYTES:
+            return comm_pb2.Payload(data=encoded.to_bytes())
+        slot = self._pool.take(encoded.size_bytes, timeout_s=timeout_s)
+        try:
+            encoded.write_into(slot.view(encoded.size_bytes))
+            return self.lend_slot(slot, encoded.size_bytes)
+        finally:
+            self._pool.let_go(slot)
+
+    def lend_slot(self, slot: Slot, size_bytes: int) -> comm_pb2.Payload:
+        """Returns the message that lends the peer the first bytes of a slot of this process."""
+        self._pool.hold(slot)
+        ref = BlockRef(slot.segment.id, slot.offset_bytes, size_bytes)
+        return self.lend(ref, slot.segment, lambda abandoned: self._pool.let_go(slot, abandoned=abandoned))
+
+    def take_back(self, payload: comm_pb2.Payload) -> None:
+        """Undoes the lending of a payload that was packed and never sent."""
+        if payload.HasField("block"):
+            self._returned(payload.block)(False)
+
+    def lend(self, block: BlockRef, segment: Segment | Mapped, on_returned: OnReturned) -> comm_pb2.Payload:
+        """Returns the message that lends the peer a block of a segment; `on_returned(abandoned)` is called once."""
+        with self._lock:
+            lost = self._lost is not None
+            if not lost:
+                self._lent[block.segment, block.offset_bytes].append(on_returned)
+                if segment.id not in self._announced:
+                    self._announced.add(segment.id)
+                    self._announce(segment)
+        if lost:
+            on_returned(False)
+        return comm_pb2.Payload(block=comm_pb2.Block(**block._asdict()))
+
+    def retire(self, segment_id: int) -> None:
+        """Tells the peer that a segment announced to it will not be used again."""
+        with self._lock:
+            if segment_id not in self._announced:
+                return
+            self._announced.discard(segment_id)
+        self.send(Kind.RETIRE, 0, comm_pb2.Segment(id=segment_id).SerializeToString())
+
+    def _announce(self, segment: Segment | Mapped) -> None:
+        body = comm_pb2.Segment(id=segment.id, size_bytes=segment.size_bytes).SerializeToString()
+        try:
+            self.link.send(_frames.frame(Kind.SEGMENT, 0, body), segment.fd, wait=False)
+        except BrokenPipeError:
+            return
+
+    def on_release(self, body: bytes) -> None:
+        """Takes back the blocks that a RELEASE frame names; one that was not lent is a protocol error."""
+        message = comm_pb2.Release.FromString(body)
+        for block in message.blocks:
+            self._returned(block)(message.abandoned)
+
+    def _returned(self, block: comm_pb2.Block) -> OnReturned:
+        with self._lock:
+            callbacks = self._lent.get((block.segment, block.offset_bytes))
+            if not callbacks:
+                raise ProtocolError(
+                    f"got a release of block {block.segment:x}+{block.offset_bytes}, which was not lent"
+                )
+            callback = callbacks.pop()
+            if not callbacks:
+                del self._lent[block.segment, block.offset_bytes]
+        return callback
+
+    # Payloads in.
+
+    def on_segment(self, body: bytes, fd: int) -> None:
+        """Takes in a segment that a SEGMENT frame announces."""
+        message = comm_pb2.Segment.FromString(body)
+        if message.id in self._segments:
+            os.close(fd)
+            raise ProtocolError(f"got segment {message.id:x} twice")
+        self._segments[message.id] = Mapped(message.id, fd, message.size_bytes)
+
+    def on_retire(self, body: bytes) -> int:
+        """Forgets a segment; arrays that lie in it keep it alive. Returns its id."""
+        segment_id = int(comm_pb2.Segment.FromString(body).id)
+        self._segments.pop(segment_id, None)
+        return segment_id
+
+    def segment_of(self, block: comm_pb2.Block) -> tuple[BlockRef, Mapped]:
+        """Returns a block that the peer lent, and its segment; raises ProtocolError for one never announced."""
+        mapped = self._segments.get(block.segment)
+        if mapped is None:
+            raise ProtocolError(f"got a block of segment {block.segment:x}, which was not announced")
+        return BlockRef(block.segment, block.offset_bytes, block.size_bytes), mapped
+
+    def open(self, payload: comm_pb2.Payload) -> bytes | Bytes:
+        """Returns a payload's bytes, in place where they lie in shared memory: its block is held while they live."""
+        if not payload.HasField("block"):
+            return payload.data
+        block, mapped = self.segment_of(payload.block)
+        return Hold(mapped.bytes_of(block), partial(self._released.add, self, block)).array()
+
+    def release(self, blocks: list[BlockRef], *, abandoned: bool = False) -> None:
+        """Tells the peer that blocks it lent are not read any more."""
+        message = comm_pb2.Release(blocks=[comm_pb2.Block(**block._asdict()) for block in blocks], abandoned=abandoned)
+        self.send(Kind.RELEASE, 0, message.SerializeToString())

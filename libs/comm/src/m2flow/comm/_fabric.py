@@ -1,0 +1,290 @@
+"""The connections of one endpoint: dialled by name, accepted, greeted, and lost.
+
+Peers are dialled on first use; frames sent meanwhile go out after the hello. Exactly one end of each failure is here:
+a socket that closes without a goodbye is a death, reported once for each life of a peer.
+"""
+
+import contextlib
+import importlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from m2flow.comm import _handshake
+from m2flow.comm._connection import Connection, Link
+from m2flow.comm._frames import Kind, ProtocolError
+from m2flow.comm._handshake import Identity
+from m2flow.comm._loop import READ, Loop
+from m2flow.comm._mappings import Released
+from m2flow.comm._segments import Pool
+from m2flow.comm._sockets import SocketDirectory
+from m2flow.comm._unix import UnixLink
+from m2flow.comm.errors import CommError, PeerLostError
+
+_HELLO_TIMEOUT_S = 5.0
+_REDIAL_S = 0.01
+_REACCEPT_S = 0.1
+_GOODBYE_TIMEOUT_S = 1.0
+
+_log = logging.getLogger("m2flow.comm")
+
+OnFrame = Callable[[Connection, int, bytes], None]
+OnGone = Callable[[Connection, bool], None]
+
+_living: "weakref.WeakSet[Fabric]" = weakref.WeakSet()
+
+
+class Fabric:
+    """Connections by peer name; `on_gone(connection, lost)` hears of every end."""
+
+    def __init__(
+        self,
+        directory: Path,
+        identity: Identity,
+        *,
+        quota_bytes: int,
+        connect_timeout_s: float,
+        tls: object,
+        on_gone: OnGone,
+    ) -> None:
+        self.identity = identity
+        self.loop = Loop(identity.name, before_sleep=self._send_releases)
+        self.pool = Pool(quota_bytes, on_retire=self._retire)
+        self.released = Released(self.loop.wake)
+        self._connect_timeout_s = connect_timeout_s
+        # The gRPC side: names and addresses of peers on other hosts, and the module and streams once they are needed.
+        self._addresses: dict[str, str] = {}
+        self._tls = tls
+        self._grpc: Any = None
+        self._streams: Any = None
+        self._on_frame: dict[Kind, OnFrame] = {}
+        self._on_gone = on_gone
+        self._dialled: dict[str, Connection] = {}
+        self._all: set[Connection] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._directory = SocketDirectory(directory)
+        try:
+            self._listener, self._inode = self._directory.listen(identity.name)
+        except BaseException:
+            self._directory.close()
+            raise
+
+    def start(self, on_frame: dict[Kind, OnFrame]) -> None:
+        """Begins to accept and to answer: `on_frame` maps kinds of frames to what handles them."""
+        self._on_frame = on_frame
+        self.loop.add(self._listener.fileno(), READ, self._accept)
+        self.loop.start()
+        _living.add(self)
+
+    def connection(self, peer: str) -> Connection:
+        """Returns the connection to a peer, dialling when there is none. Does not wait for the peer."""
+        with self._lock:
+            if self._closed:
+                raise CommError(f"endpoint {self.identity.name!r} is closed")
+            connection = self._dialled.get(peer)
+            if connection is not None:
+                return connection
+            connection, link = self._new(peer, remote=peer in self._addresses)
+            self._dialled[peer] = connection
+        connection.send(Kind.HELLO, 0, self.identity.hello())
+        if isinstance(link, UnixLink):
+            self._dial(connection, link, time.monotonic())
+        else:
+            self._remote().dial(self._addresses[peer], link)
+        return connection
+
+    def add_address(self, peer: str, address: str) -> None:
+        """Dials a peer over gRPC at an address from now on."""
+        with self._lock:
+            self._addresses[peer] = address
+        self._remote()
+
+    def listen(self, address: str) -> str:
+        """Listens over gRPC too; returns the address bound."""
+        return str(self._remote().listen(address, self._accept_stream))
+
+    def close(self) -> None:
+        """Says goodbye to all peers and frees sockets, thread and memory. Blocks for at most a second a peer."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            connections = list(self._all)
+        for connection in connections:
+            connection.send(Kind.GOODBYE, 0, b"")
+        for connection in connections:
+            if connection.greeted:
+                connection.link.wait_sent(_GOODBYE_TIMEOUT_S)
+        self.loop.call(self._shut)
+        self.loop.stop()
+        if self._streams is not None:
+            self._streams.close()
+        self.pool.trim()
+
+    # Dialling and accepting.
+
+    def _new(self, peer: str, *, remote: bool) -> tuple[Connection, Link]:
+        connection = Connection(peer, self.pool, self.released)
+        on_frame, on_closed = partial(self._frame, connection), partial(self._gone, connection)
+        if remote:
+            connection.link = self._grpc.GrpcLink(self.loop, self._streams, on_frame=on_frame, on_closed=on_closed)
+        else:
+            connection.link = UnixLink(self.loop, on_frame=on_frame, on_closed=on_closed)
+        self._all.add(connection)
+        return connection, connection.link
+
+    def _remote(self) -> Any:
+        """Returns the gRPC side, which is imported and started when it is first needed."""
+        with self._lock:
+            if self._streams is None:
+                self._grpc = importlib.import_module("m2flow.comm._grpc")
+                name, token = self.identity.name, self.identity.token
+                self._streams = self._grpc.Streams(name, self.loop, token, self._connect_timeout_s, self._tls)
+            return self._streams
+
+    def _accept_stream(self) -> Link:
+        with self._lock:
+            connection, link = self._new("", remote=True)
+        self._await_hello(connection)
+        return link
+
+    def _dial(self, connection: Connection, link: UnixLink, since: float) -> None:
+        try:
+            connected = self._directory.connect(connection.peer)
+        except (FileNotFoundError, BlockingIOError):
+            waited = time.monotonic() - since
+            if waited > self._connect_timeout_s:
+                self.loop.call(partial(link.fail, f"no endpoint of this name appeared within {waited:.1f} s"))
+            elif not self._closed:
+                self.loop.call_later(_REDIAL_S, partial(self._dial, connection, link, since))
+        except OSError as error:
+            self.loop.call(partial(link.fail, f"nobody listens at its socket any more ({error})"))
+        else:
+            link.attach(connected)
+
+    def _accept(self, events: int) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # Out of descriptors: the caller waits in the backlog, and the io thread must not spin on it.
+            _log.warning("endpoint %s cannot accept: %s", self.identity.name, error)
+            self.loop.change(self._listener.fileno(), 0)
+            self.loop.call_later(_REACCEPT_S, partial(self.loop.change, self._listener.fileno(), READ))
+            return
+        with self._lock:
+            connection, link = self._new("", remote=False)
+        assert isinstance(link, UnixLink)
+        link.attach(accepted)
+        self._await_hello(connection)
+
+    def _await_hello(self, connection: Connection) -> None:
+        self.loop.call_later(_HELLO_TIMEOUT_S, partial(self._expect_hello, weakref.ref(connection)))
+
+    def _expect_hello(self, reference: "weakref.ref[Connection]") -> None:
+        connection = reference()
+        if connection is not None and not connection.greeted:
+            connection.link.fail(f"it said no hello within {_HELLO_TIMEOUT_S} s")
+
+    # Frames.
+
+    def _frame(self, connection: Connection, kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
+        try:
+            if not connection.greeted:
+                self._first_frame(connection, kind, body)
+            elif kind is Kind.REPLY:
+                connection.answered(request_id, body)
+            elif kind is Kind.SEGMENT:
+                assert fd is not None
+                connection.on_segment(body, fd)
+            elif kind is Kind.RELEASE:
+                connection.on_release(body)
+            elif kind is Kind.RETIRE:
+                self._retire(connection.on_retire(body))
+            elif kind is Kind.GOODBYE:
+                connection.left = True
+                connection.link.fail("it closed its endpoint")
+            elif (handler := self._on_frame.get(kind)) is not None:
+                handler(connection, request_id, body)
+            else:
+                raise ProtocolError(f"got a {kind.name} frame in mid-conversation")
+        except DecodeError as error:
+            raise ProtocolError(f"got a {kind.name} frame that is no message: {error}") from error
+
+    def _first_frame(self, connection: Connection, kind: Kind, body: bytes) -> None:
+        if kind is Kind.REFUSAL:
+            connection.lose(_handshake.refused(connection, body))
+            raise ProtocolError("the other end refused")
+        if kind is not Kind.HELLO:
+            self.identity.refuse(connection, f"its first frame is a {kind.name}, want a HELLO")
+        was_accepted = not connection.peer
+        self.identity.greet(connection, body)
+        if was_accepted:
+            connection.send(Kind.HELLO, 0, self.identity.hello())
+            with self._lock:
+                self._dialled.setdefault(connection.peer, connection)
+
+    # Endings.
+
+    def _gone(self, connection: Connection, reason: str) -> None:
+        with self._lock:
+            self._all.discard(connection)
+            if self._dialled.get(connection.peer) is connection:
+                del self._dialled[connection.peer]
+        connection.lose(PeerLostError(connection.peer, reason))
+        if connection.greeted:
+            self._on_gone(connection, not connection.left)
+
+    def _shut(self) -> None:
+        with self._lock:
+            connections, self._all = self._all, set()
+            self._dialled.clear()
+        for connection in connections:
+            connection.link.close()
+            connection.lose(CommError(f"endpoint {self.identity.name!r} was closed"))
+        self.loop.remove(self._listener.fileno())
+        self._listener.close()
+        self._directory.unlink(self.identity.name, self._inode)
+        self._directory.close()
+
+    def _abandon(self) -> None:
+        """In a forked child: drops the copies of the parent's sockets, whose closing must tell of its death."""
+        self._closed = True
+        self.loop.abandon()
+        self._listener.close()
+        for connection in self._all:
+            connection.link.abandon()
+
+    # Memory.
+
+    def _send_releases(self) -> None:
+        for connection, blocks in self.released.drain().items():
+            connection.release(blocks)
+
+    def _retire(self, segment_id: int) -> None:
+        self.loop.call(partial(self._retire_now, segment_id))
+
+    def _retire_now(self, segment_id: int) -> None:
+        with self._lock:
+            connections = list(self._all)
+        for connection in connections:
+            connection.retire(segment_id)
+
+
+def _abandon_all() -> None:
+    for fabric in list(_living):
+        with contextlib.suppress(OSError):
+            fabric._abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

@@ -1,0 +1,185 @@
+"""The channels that an endpoint hosts: frames to and from their indexes, and the payloads' memory in between.
+
+Everything here runs on the endpoint's io thread, so the indexes need no lock.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from m2flow.comm._connection import Connection
+from m2flow.comm._frames import Kind, ProtocolError
+from m2flow.comm._index import Caller, ChannelIndex, Entry, Refusal
+from m2flow.comm._mappings import BlockRef
+from m2flow.comm._parking import Parking
+from m2flow.comm._views import Filter
+from m2flow.proto.comm.v1 import comm_pb2
+
+
+class Passed:
+    """An item's envelope on its way through, and the block it lies in, which readers borrow until all have let go."""
+
+    __slots__ = ("_abandoned", "_block", "_from", "_holds", "_mapped", "envelope")
+
+    def __init__(self, connection: Connection, envelope: comm_pb2.Envelope) -> None:
+        envelope.producer = connection.peer
+        self.envelope = envelope
+        self._block: BlockRef | None = None
+        if envelope.payload.HasField("block"):
+            self._block, self._mapped = connection.segment_of(envelope.payload.block)
+            self._from = connection
+            self._abandoned = False
+            self._holds = 1
+
+    def drop(self) -> None:
+        """Ends the index's own hold."""
+        if self._block is not None:
+            self._let_go(False)
+
+    def give(self, reader: Connection, lease: int) -> comm_pb2.Envelope:
+        """Returns the envelope for a reader, whom its block is lent to."""
+        self.envelope.lease = lease
+        if self._block is None:
+            return self.envelope
+        if reader.link.passes_fds:
+            self._holds += 1
+            # A block has the same name at every end, so the envelope is right as it is.
+            reader.lend(self._block, self._mapped, self._let_go)
+            return self.envelope
+        inline = comm_pb2.Envelope()
+        inline.CopyFrom(self.envelope)
+        inline.payload.CopyFrom(comm_pb2.Payload(data=self._mapped.bytes_of(self._block).tobytes()))
+        return inline
+
+    def _let_go(self, abandoned: bool) -> None:
+        self._holds -= 1
+        self._abandoned |= abandoned
+        if not self._holds and self._block is not None:
+            self._from.release([self._block], abandoned=self._abandoned)
+            self._block = None
+
+
+class ChannelHost:
+    """All channels hosted here, by name."""
+
+    def __init__(self, parking: Parking) -> None:
+        self._indexes: dict[str, ChannelIndex] = {}
+        self._parking = parking
+
+    def add(self, index: ChannelIndex) -> None:
+        """Hosts a channel; raises ValueError for a name that is taken."""
+        if index.name in self._indexes:
+            raise ValueError(f"channel {index.name!r} is hosted already: give it another name")
+        self._indexes[index.name] = index
+        self._parking.arrived(index.name)
+
+    def remove(self, name: str) -> None:
+        """Stops hosting a channel, which ends it first."""
+        index = self._indexes.pop(name, None)
+        if index is not None:
+            index.discard()
+
+    def index(self, name: str) -> ChannelIndex:
+        """Returns a channel's index; raises ValueError where none has this name."""
+        try:
+            return self._indexes[name]
+        except KeyError:
+            raise ValueError(f"channel {name!r} is not hosted here, want one of {sorted(self._indexes)}") from None
+
+    def on_request(self, connection: Connection, request_id: int, body: bytes) -> None:
+        """Handles a CHANNEL frame."""
+        request = comm_pb2.ChannelRequest.FromString(body)
+        index = self._indexes.get(request.channel)
+        if index is not None:
+            self._serve(index, connection, request_id, request)
+            return
+        refusal = Refusal("CommError", "it is not hosted by this endpoint: call host_channel there")
+        self._parking.park(
+            request.channel,
+            lambda: self._serve(self._indexes[request.channel], connection, request_id, request),
+            lambda: _answer(connection, request_id, (), refusal),
+        )
+
+    def _serve(
+        self, index: ChannelIndex, connection: Connection, request_id: int, request: comm_pb2.ChannelRequest
+    ) -> None:
+        caller = Caller(connection, connection.peer, request_id, partial(_answer, connection, request_id))
+        kind = request.WhichOneof("kind")
+        if kind == "put":
+            entries = [_entry(connection, envelope) for envelope in request.put.items]
+            index.put(caller, entries, wait=request.put.wait)
+        elif kind == "get":
+            index.get(caller, _filter(request.get), request.get.weight)
+        elif kind == "ack":
+            index.ack(connection, request.ack.leases, give_back=request.ack.give_back)
+        elif kind == "end":
+            index.end(caller, request.end.iteration)
+        elif kind == "close":
+            index.close(caller)
+        elif kind == "stats":
+            _answer_stats(connection, request_id, index)
+        else:
+            raise ProtocolError(f"got a channel request of kind {kind}")
+
+    def on_cancel(self, connection: Connection, request_id: int, body: bytes) -> None:
+        """Handles a CANCEL frame: the request is answered as it stands, if it is still open."""
+        for index in self._indexes.values():
+            index.cancel(connection, request_id)
+
+    def on_gone(self, connection: Connection, lost: bool) -> None:
+        """Takes note of a connection that is gone."""
+        for index in list(self._indexes.values()):
+            index.left(connection, connection.peer, lost=lost)
+
+
+def counts(index: ChannelIndex) -> comm_pb2.ChannelStats:
+    """Returns a channel's counts as a message."""
+    return comm_pb2.ChannelStats(
+        queued=index.num_queued,
+        leased=index.num_leased,
+        put=index.counts.put,
+        acked=index.counts.acked,
+        dropped=index.counts.dropped,
+        tombstones=index.counts.tombstones,
+        regiven=index.counts.regiven,
+        waiting_producers=index.num_waiting_puts,
+        waiting_consumers=index.num_waiting_gets,
+        queued_weight=index.queued_weight,
+        closed=index.closed or index.members.all_closed(),
+    )
+
+
+def _entry(connection: Connection, envelope: comm_pb2.Envelope) -> Entry:
+    return Entry(
+        envelope.id,
+        envelope.key,
+        envelope.weight,
+        envelope.iteration,
+        connection.peer,
+        envelope.tombstone,
+        Passed(connection, envelope),
+    )
+
+
+def _filter(request: comm_pb2.GetRequest) -> Filter:
+    return Filter(
+        request.key if request.HasField("key") else None,
+        request.iteration if request.HasField("iteration") else None,
+    )
+
+
+def _answer(connection: Connection, request_id: int, entries: Sequence[Entry], refusal: Refusal | None) -> None:
+    response = comm_pb2.ChannelResponse()
+    for entry in entries:
+        passed = entry.payload
+        assert isinstance(passed, Passed)
+        response.items.append(passed.give(connection, entry.lease))
+    if refusal is not None:
+        response.failure.CopyFrom(
+            comm_pb2.Failure(type=refusal.type, message=refusal.message, peers=refusal.peers),
+        )
+    connection.send(Kind.REPLY, request_id, response.SerializeToString())
+
+
+def _answer_stats(connection: Connection, request_id: int, index: ChannelIndex) -> None:
+    response = comm_pb2.ChannelResponse(stats=counts(index))
+    connection.send(Kind.REPLY, request_id, response.SerializeToString())

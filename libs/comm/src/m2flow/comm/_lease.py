@@ -1,0 +1,150 @@
+"""What a consumer is handed, and the request that brings it: answered, timed out or withdrawn, never losing an item."""
+
+import sys
+import time
+from concurrent.futures import Future
+
+from m2flow.comm._connection import Connection
+from m2flow.comm._frames import Kind
+from m2flow.comm._tree import Bytes
+from m2flow.comm.errors import (
+    ChannelClosedError,
+    ChannelFullError,
+    CommError,
+    IterationEnded,
+    PeerLostError,
+    TimeoutError_,
+)
+from m2flow.comm.payload import Tree, decode
+from m2flow.proto.comm.v1 import comm_pb2
+
+# How long a host may take to answer that a request is withdrawn: it is one message on a living process's io thread.
+_CANCEL_TIMEOUT_S = 10.0
+
+
+class Lease:
+    """An item that this consumer has until it acknowledges it; should it die before, another is given the item.
+
+    `item` is decoded when it is first asked for. Its arrays lie in the producer's shared memory and are read-only:
+    the next reader of an unacknowledged item must find what the producer wrote.
+    """
+
+    __slots__ = ("_data", "_item", "id", "iteration", "key", "number", "producer", "tombstone", "weight")
+
+    def __init__(self, connection: Connection, envelope: comm_pb2.Envelope) -> None:
+        self.id: str = envelope.id
+        self.key: str = envelope.key
+        self.iteration: int = envelope.iteration
+        self.weight: float = envelope.weight
+        self.producer: str = envelope.producer
+        self.tombstone: str = envelope.tombstone
+        self.number: int = envelope.lease
+        self._data: bytes | Bytes | None = connection.open(envelope.payload)
+        self._item: Tree = None
+
+    @property
+    def item(self) -> Tree:
+        """The item's tree; None for a tombstone. Raises PayloadError where it cannot be decoded here."""
+        if self._data is not None:
+            if not self.tombstone:
+                self._item = decode(self._data)
+            self._data = None
+        return self._item
+
+    def __repr__(self) -> str:
+        return f"Lease(id={self.id!r}, iteration={self.iteration}, key={self.key!r}, tombstone={self.tombstone!r})"
+
+
+class Asked:
+    """A request to a channel's index, under way."""
+
+    def __init__(
+        self,
+        channel: str,
+        connection: Connection,
+        request: comm_pb2.ChannelRequest,
+        key: str | None,
+        iteration: int | None,
+    ) -> None:
+        self._channel = channel
+        self._connection = connection
+        self._key = key
+        self._iteration = iteration
+        self._since = time.monotonic()
+        self._id, self._future = connection.call(Kind.CHANNEL, request.SerializeToString())
+
+    def wait(self, timeout_s: float | None) -> list[Lease]:
+        """Blocks for the answer; returns the leases in it."""
+        return self._leases(self.wait_response(timeout_s))
+
+    def wait_response(self, timeout_s: float | None) -> comm_pb2.ChannelResponse:
+        """Blocks for the answer, or until it is withdrawn after `timeout_s`; raises what it says went wrong."""
+        try:
+            try:
+                body = self._future.result(timeout_s)
+            except TimeoutError:
+                # The index answers a withdrawn request at once: with the items, where they had just been given out.
+                self._connection.send(Kind.CANCEL, self._id, b"")
+                body = self._future.result(_CANCEL_TIMEOUT_S)
+        except TimeoutError:
+            self._withdraw()
+            raise self._timed_out((self._connection.peer,)) from None
+        except CommError:
+            raise
+        except BaseException:
+            self._withdraw()
+            raise
+        return self._parse(body)
+
+    async def wait_async(self) -> list[Lease]:
+        """Waits for the answer on the running event loop; returns the leases in it."""
+        # Whoever awaits has imported it; for all others it would be a quarter of the time to import this package.
+        asyncio = sys.modules["asyncio"]
+        try:
+            # Shielded: the answer to a cancelled wait must still be heard, to give back the items in it.
+            body = await asyncio.shield(asyncio.wrap_future(self._future))
+        except asyncio.CancelledError:
+            self._withdraw()
+            raise
+        return self._leases(self._parse(body))
+
+    def _withdraw(self) -> None:
+        self._connection.send(Kind.CANCEL, self._id, b"")
+        self._future.add_done_callback(self._give_back)
+
+    def _give_back(self, done: "Future[bytes]") -> None:
+        if done.exception() is not None:
+            return
+        leases = self._leases(comm_pb2.ChannelResponse.FromString(done.result()))
+        if leases:
+            ack = comm_pb2.AckRequest(leases=[lease.number for lease in leases], give_back=True)
+            request = comm_pb2.ChannelRequest(channel=self._channel, ack=ack)
+            self._connection.send(Kind.CHANNEL, 0, request.SerializeToString())
+
+    def _leases(self, response: comm_pb2.ChannelResponse) -> list[Lease]:
+        return [Lease(self._connection, envelope) for envelope in response.items]
+
+    def _parse(self, body: bytes) -> comm_pb2.ChannelResponse:
+        response = comm_pb2.ChannelResponse.FromString(body)
+        if response.HasField("failure"):
+            raise self._error(response.failure)
+        return response
+
+    def _error(self, failure: comm_pb2.Failure) -> Exception:
+        match failure.type:
+            case "IterationEnded":
+                return IterationEnded(self._channel, self._iteration or 0)
+            case "ChannelClosedError":
+                return ChannelClosedError(self._channel, failure.message)
+            case "ChannelFullError":
+                return ChannelFullError(self._channel)
+            case "PeerLostError":
+                return PeerLostError(failure.peers[0], f"it died before it closed channel {self._channel!r}")
+            case "TimeoutError_":
+                return self._timed_out(tuple(failure.peers))
+        return CommError(f"channel {self._channel!r}: {failure.message}")
+
+    def _timed_out(self, peers: tuple[str, ...]) -> TimeoutError_:
+        peer = ", ".join(peers) or self._connection.peer
+        elapsed_s = time.monotonic() - self._since
+        return TimeoutError_(channel=self._channel, key=self._key, peer=peer, elapsed_s=elapsed_s)

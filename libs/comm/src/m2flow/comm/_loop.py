@@ -1,0 +1,147 @@
+"""The one io thread of an endpoint: sockets, timers and short calls, never a wait of its own.
+
+It sleeps in epoll until the kernel, a timer or another thread has something for it.
+"""
+
+import heapq
+import itertools
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+_log = logging.getLogger("m2flow.comm")
+
+READ = select.EPOLLIN
+WRITE = select.EPOLLOUT
+
+
+class Timer:
+    """A call that is due later, unless cancelled."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call: Callable[[], None] | None = call
+
+    def cancel(self) -> None:
+        """Withdraws the call; harmless when it has been made."""
+        self.call = None
+
+
+class Loop:
+    """Runs callbacks on one daemon thread. `call`, `call_later` and `wake` may be used from any thread."""
+
+    def __init__(self, name: str, *, before_sleep: Callable[[], None]) -> None:
+        self._epoll = select.epoll()
+        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._event, READ)
+        self._ready: dict[int, Callable[[int], None]] = {}
+        self._calls: deque[Callable[[], None]] = deque()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._before_sleep = before_sleep
+        self._awake = False
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=f"m2flow-comm {name}", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def inside(self) -> bool:
+        """Says whether the caller is the io thread, which must never wait."""
+        return threading.current_thread() is self._thread
+
+    def add(self, fd: int, events: int, ready: Callable[[int], None]) -> None:
+        """Calls `ready(events)` on the io thread whenever the descriptor is readable or writable, as asked."""
+        self._ready[fd] = ready
+        self._epoll.register(fd, events)
+
+    def change(self, fd: int, events: int) -> None:
+        """Asks for other events of a descriptor."""
+        self._epoll.modify(fd, events)
+
+    def remove(self, fd: int) -> None:
+        """Forgets a descriptor; to be called before it is closed."""
+        if self._ready.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Runs a function on the io thread, after those already asked for."""
+        self._calls.append(function)
+        self.wake()
+
+    def call_later(self, delay_s: float, function: Callable[[], None]) -> Timer:
+        """Runs a function on the io thread once `delay_s` seconds have passed."""
+        timer = Timer(function)
+        due = time.monotonic() + delay_s
+        self.call(lambda: heapq.heappush(self._timers, (due, next(self._order), timer)))
+        return timer
+
+    def wake(self) -> None:
+        """Ends the io thread's sleep. Takes no lock, so a finaliser may call it."""
+        if not self._awake and not self._stopping:
+            self._awake = True
+            os.eventfd_write(self._event, 1)
+
+    def stop(self) -> None:
+        """Ends the thread after the calls already asked for. Blocks until then."""
+        self.call(self._stop)
+        if not self.inside():
+            self._thread.join()
+
+    def abandon(self) -> None:
+        """Closes the descriptors in a forked child, where the thread does not exist."""
+        self._stopping = True
+        self._epoll.close()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._guard(self._before_sleep)
+            for fd, events in self._epoll.poll(self._sleep_s()):
+                if fd == self._event:
+                    os.eventfd_read(self._event)
+                elif (ready := self._ready.get(fd)) is not None:
+                    self._guard(partial(ready, events))
+                ready = None
+            self._awake = False
+            self._run_due()
+            while self._calls:
+                self._guard(self._calls.popleft())
+        self._epoll.close()
+        # What was asked for leads back to the endpoint: without it nothing waits for the cycle collector.
+        self._ready.clear()
+        self._timers.clear()
+
+    def __del__(self) -> None:
+        # Not earlier: a late wake must not write to a descriptor that has become another's.
+        os.close(self._event)
+
+    def _sleep_s(self) -> float | None:
+        if self._calls:
+            return 0
+        while self._timers and self._timers[0][2].call is None:
+            heapq.heappop(self._timers)
+        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+
+    def _run_due(self) -> None:
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            timer = heapq.heappop(self._timers)[2]
+            if timer.call is not None:
+                self._guard(timer.call)
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            # Our own defect: other connections must not stop for it, and nobody may miss it.
+            _log.exception("m2flow.comm: an io callback failed")

@@ -1,0 +1,97 @@
+"""The reader's side of shared memory: segments of other processes, mapped once, and the life of what is read in them.
+
+Arrays that are read in place keep a `Hold` alive; when the last of them is gone the hold reports its block, so that the
+owner can use it again. Reports are collected here and sent by the io thread: a hold may die anywhere,
+even inside a lock.
+"""
+
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from m2flow.comm._tree import Bytes
+from m2flow.comm.errors import CommError
+
+
+class BlockRef(NamedTuple):
+    """Bytes inside a segment."""
+
+    segment: int
+    offset_bytes: int
+    size_bytes: int
+
+
+class Mapped:
+    """A segment of another process: its descriptor, to be passed on, and its mapping, made when it is first read."""
+
+    def __init__(self, segment: int, fd: int, size_bytes: int) -> None:
+        self.id = segment
+        self.fd = fd
+        self.size_bytes = size_bytes
+        self._lock = threading.Lock()
+        self._bytes: Bytes | None = None
+
+    def bytes_of(self, block: BlockRef) -> Bytes:
+        """Returns the bytes of a block, in place; raises CommError where the segment is shorter than was said."""
+        if block.offset_bytes + block.size_bytes > self.size_bytes:
+            raise CommError(f"got block {block}, want it inside the {self.size_bytes} bytes of its segment")
+        with self._lock:
+            if self._bytes is None:
+                if os.fstat(self.fd).st_size < self.size_bytes:
+                    raise CommError(
+                        f"segment {self.id:x} is shorter than the {self.size_bytes} bytes that were announced"
+                    )
+                self._bytes = np.frombuffer(mmap.mmap(self.fd, self.size_bytes), np.uint8)
+        return self._bytes[block.offset_bytes : block.offset_bytes + block.size_bytes]
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+class Hold:
+    """What keeps a block from being used again: the base of every array that lies in it."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "_bytes", "_report")
+
+    def __init__(self, data: Bytes, report: Callable[[], None]) -> None:
+        self._bytes = data
+        self._report = report
+        self.__array_interface__ = {
+            "data": (data.ctypes.data, False),
+            "shape": (data.size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def array(self) -> Bytes:
+        """Returns the block as a uint8 array whose base, and that of all its views, is this hold."""
+        return np.asarray(self)
+
+    def __del__(self) -> None:
+        self._report()
+
+
+class Released:
+    """Blocks whose last array is gone, until the io thread sends word. Appending takes no lock."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._blocks: deque[tuple[Any, BlockRef]] = deque()
+
+    def add(self, lender: Any, block: BlockRef) -> None:
+        """Notes that `lender`'s block is free; callable from a finaliser in any thread."""
+        self._blocks.append((lender, block))
+        self._wake()
+
+    def drain(self) -> dict[Any, list[BlockRef]]:
+        """Returns what was noted since the last call, by lender."""
+        drained: dict[Any, list[BlockRef]] = {}
+        while self._blocks:
+            lender, block = self._blocks.popleft()
+            drained.setdefault(lender, []).append(block)
+        return drained

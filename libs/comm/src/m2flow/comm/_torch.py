@@ -1,0 +1,88 @@
+"""The one module that meets torch: tensors as the bytes of numpy arrays, and back.
+
+torch is imported when the first tensor is met, here or on the wire, and never otherwise.
+"""
+
+import importlib
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.comm.errors import PayloadError
+
+DTYPE_NAMES = (
+    "bool",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
+_CODES = {name: code for code, name in enumerate(DTYPE_NAMES)}
+
+
+def is_tensor(value: Any) -> bool:
+    """Says whether a value is a torch tensor, without importing torch when nobody has."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def to_bytes(tensor: Any) -> tuple[int, tuple[int, ...], npt.NDArray[np.uint8]]:
+    """Returns a tensor's dtype code, shape and elements as bytes; a view where the tensor is contiguous on the CPU.
+
+    Raises PayloadError for layouts that are no dense array (sparse, quantised) and for dtypes not in the list.
+    """
+    torch = sys.modules["torch"]
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise PayloadError(
+            f"got a {type(tensor).__name__}, want a plain tensor: call full_tensor() or to_local() first"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise PayloadError(f"got a tensor of layout {tensor.layout}, want a dense one: call to_dense() or dequantize()")
+    name = str(tensor.dtype).removeprefix("torch.")
+    code = _CODES.get(name)
+    if code is None:
+        raise PayloadError(f"got a tensor of dtype {name}, want one of {', '.join(DTYPE_NAMES)}")
+    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if dense.numel() == 0:
+        return code, tuple(tensor.shape), np.empty(0, np.uint8)
+    return code, tuple(tensor.shape), dense.reshape(-1).view(torch.uint8).numpy()
+
+
+def item_size(code: int) -> int:
+    """Returns the bytes of one element of a dtype code; raises PayloadError for an unknown one or without torch."""
+    if code >= len(DTYPE_NAMES):
+        raise PayloadError(f"got tensor dtype code {code}, want less than {len(DTYPE_NAMES)}")
+    return int(_dtype(code).itemsize)
+
+
+def from_bytes(code: int, shape: tuple[int, ...], data: npt.NDArray[np.uint8]) -> Any:
+    """Returns a CPU tensor over the bytes given, which must be as many as shape and dtype say and stay writable."""
+    torch = importlib.import_module("torch")
+    if data.size == 0:
+        return torch.empty(shape, dtype=_dtype(code))
+    return torch.from_numpy(data).view(_dtype(code)).reshape(shape)
+
+
+def _dtype(code: int) -> Any:
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        raise PayloadError("got a torch tensor where torch is not installed: install m2flow-comm[torch]") from error
+    return getattr(torch, DTYPE_NAMES[code])

@@ -1,0 +1,233 @@
+"""Channels: bounded queues with many producers and many consumers, whose items are leased until acknowledged.
+
+The order is kept by an index in the endpoint that hosts the channel; every other endpoint has a client of it. The bytes
+of large items stay where their producer wrote them, in shared memory, and the consumer maps them there.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from m2flow.comm._connection import INLINE_BYTES, Connection
+from m2flow.comm._frames import Kind
+from m2flow.comm._lease import Asked, Lease
+from m2flow.comm.errors import TimeoutError_
+from m2flow.comm.payload import Encoded, Tree, encode
+from m2flow.proto.comm.v1 import comm_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Put:
+    """One item to put: its tree or, where `tombstone` says why, none. `id` is unique within the iteration.
+
+    An item whose id was seen in its iteration is dropped; an empty id is never dropped. `weight` is what `get_batch`
+    counts in; `key` what `get` may ask for.
+    """
+
+    item: Tree = None
+    id: str = ""
+    iteration: int = 0
+    weight: float = 1.0
+    key: str = ""
+    tombstone: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counts of one channel: what is in it now, what has happened so far, who waits."""
+
+    queued: int
+    leased: int
+    put: int
+    acked: int
+    dropped: int
+    tombstones: int
+    regiven: int
+    waiting_producers: int
+    waiting_consumers: int
+    queued_weight: float
+    closed: bool
+
+
+class Channel:
+    """One endpoint's client of a channel. Thread-safe; many calls may wait at once, each for its own."""
+
+    def __init__(self, name: str, host: str, connect: Callable[[str], Connection]) -> None:
+        self.name = name
+        self.host = host
+        self._connect = connect
+
+    # Putting.
+
+    def put(
+        self,
+        item: Tree,
+        *,
+        id: str = "",
+        iteration: int = 0,
+        weight: float = 1.0,
+        key: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Puts an item; returns when the channel has it. Blocks while the channel is full.
+
+        Raises PayloadError at once for an item that cannot be encoded, ChannelClosedError when nothing more is taken,
+        TimeoutError_ after `timeout_s` seconds (the item is then not in the channel), PeerLostError without its host.
+        """
+        self.put_many(
+            [Put(item=item, id=id, iteration=iteration, weight=weight, key=key)],
+            timeout_s=timeout_s,
+        )
+
+    def put_nowait(self, item: Tree, *, id: str = "", iteration: int = 0, weight: float = 1.0, key: str = "") -> None:
+        """Puts an item if there is room now, else raises ChannelFullError. Blocks for the host's answer only."""
+        asked = self._ask_put(
+            _encoded([Put(item=item, id=id, iteration=iteration, weight=weight, key=key)]), None, wait=False
+        )
+        asked.wait(None)
+
+    def put_tombstone(
+        self,
+        *,
+        id: str,
+        iteration: int,
+        reason: str,
+        weight: float = 1.0,
+        key: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Puts the fact that an item carries no data, and why; otherwise like `put`."""
+        item = Put(id=id, iteration=iteration, weight=weight, key=key, tombstone=reason)
+        self.put_many([item], timeout_s=timeout_s)
+
+    def put_many(self, items: Sequence[Put], *, timeout_s: float | None = None) -> None:
+        """Puts items in order, in one message; returns when the channel has them all. Otherwise like `put`.
+
+        After a TimeoutError_ the first ones may be in the channel: put all again under the same ids.
+        """
+        if items:
+            self._ask_put(_encoded(items), timeout_s, wait=True).wait(timeout_s)
+
+    async def aput(self, item: Tree, *, id: str = "", iteration: int = 0, weight: float = 1.0, key: str = "") -> None:
+        """Like `put`, without blocking the event loop; cancelled, the item is not in the channel, or whole in it."""
+        await self.aput_many([Put(item=item, id=id, iteration=iteration, weight=weight, key=key)])
+
+    async def aput_many(self, items: Sequence[Put]) -> None:
+        """Like `put_many`, without blocking the event loop; large items are copied on another thread."""
+        encoded = _encoded(items)
+        if not encoded:
+            return
+        if max(payload.size_bytes for _, payload in encoded) > INLINE_BYTES:
+            asked = await sys.modules["asyncio"].to_thread(self._ask_put, encoded, None, wait=True)
+        else:
+            asked = self._ask_put(encoded, None, wait=True)
+        await asked.wait_async()
+
+    # Taking.
+
+    def get(self, *, key: str | None = None, iteration: int | None = None, timeout_s: float | None = None) -> Lease:
+        """Takes the first item, of a key or an iteration when they are given. Blocks until there is one.
+
+        Raises IterationEnded once every producer has ended `iteration` and none of its items is queued for this
+        consumer; ChannelClosedError once the channel is closed and drained; PeerLostError naming a producer that died,
+        once what it had put is drained and unless a successor is announced; TimeoutError_ after `timeout_s` seconds.
+        """
+        return self._ask_get(0.0, key, iteration).wait(timeout_s)[0]
+
+    def get_batch(
+        self, weight: float, *, key: str | None = None, iteration: int | None = None, timeout_s: float | None = None
+    ) -> list[Lease]:
+        """Takes items of total weight `weight`, in order. Blocks until so much is there, or no more can come.
+
+        Never more than `weight`, unless the first alone is heavier. Less when every producer has ended the iteration or
+        closed, when one died, or when the channel is full and cannot hold as much. Raises what `get` raises.
+        """
+        if not weight > 0:
+            raise ValueError(f"get_batch: got weight {weight}, want more than 0: get takes one item")
+        return self._ask_get(weight, key, iteration).wait(timeout_s)
+
+    async def aget(self, *, key: str | None = None, iteration: int | None = None) -> Lease:
+        """Like `get`, without blocking the event loop; cancelled, it loses no item."""
+        return (await self._ask_get(0.0, key, iteration).wait_async())[0]
+
+    async def aget_batch(self, weight: float, *, key: str | None = None, iteration: int | None = None) -> list[Lease]:
+        """Like `get_batch`, without blocking the event loop; cancelled, it loses no item."""
+        if not weight > 0:
+            raise ValueError(f"aget_batch: got weight {weight}, want more than 0: aget takes one item")
+        return await self._ask_get(weight, key, iteration).wait_async()
+
+    def ack(self, leases: Lease | Iterable[Lease]) -> None:
+        """Commits leases, after the outputs they caused were put. Does not wait for the host."""
+        self._end_leases(leases, give_back=False)
+
+    def give_back(self, leases: Lease | Iterable[Lease]) -> None:
+        """Returns leases to their places in the queue, for anyone to take. Does not wait for the host."""
+        self._end_leases(leases, give_back=True)
+
+    # Ending.
+
+    def end(self, iteration: int) -> None:
+        """Says that this producer has put all of an iteration. Blocks for the host's answer."""
+        self._ask(comm_pb2.ChannelRequest(end=comm_pb2.EndRequest(iteration=iteration))).wait(None)
+
+    def close(self) -> None:
+        """Leaves the channel: a producer puts no more, a consumer gives its leases back. Blocks for the host's answer.
+
+        When all producers have left, consumers drain the channel and then get ChannelClosedError. From an endpoint that
+        is neither, it ends the channel for all.
+        """
+        self._ask(comm_pb2.ChannelRequest(close=comm_pb2.CloseRequest())).wait(None)
+
+    def stats(self) -> Stats:
+        """Returns the channel's counts. Blocks for the host's answer."""
+        asked = self._ask(comm_pb2.ChannelRequest(stats=comm_pb2.StatsRequest()))
+        counts = asked.wait_response(None).stats
+        return Stats(**{name: getattr(counts, name) for name in Stats.__slots__})
+
+    # Requests.
+
+    def _ask(self, request: comm_pb2.ChannelRequest, key: str | None = None, iteration: int | None = None) -> Asked:
+        request.channel = self.name
+        return Asked(self.name, self._connect(self.host), request, key, iteration)
+
+    def _ask_get(self, weight: float, key: str | None, iteration: int | None) -> Asked:
+        get = comm_pb2.GetRequest(key=key, iteration=iteration, weight=weight)
+        return self._ask(comm_pb2.ChannelRequest(get=get), key, iteration)
+
+    def _ask_put(self, encoded: list[tuple[Put, Encoded]], timeout_s: float | None, *, wait: bool) -> Asked:
+        connection = self._connect(self.host)
+        since = time.monotonic()
+        request = comm_pb2.ChannelRequest()
+        envelopes = request.put.items
+        try:
+            for put, payload in encoded:
+                envelopes.add(
+                    id=put.id,
+                    key=put.key,
+                    weight=put.weight,
+                    iteration=put.iteration,
+                    tombstone=put.tombstone,
+                    payload=connection.pack(payload, timeout_s=timeout_s),
+                )
+        except BaseException as error:
+            for envelope in envelopes:
+                connection.take_back(envelope.payload)
+            if isinstance(error, TimeoutError):
+                peer = f"readers to let go of shared memory ({error})"
+                elapsed_s = time.monotonic() - since
+                raise TimeoutError_(channel=self.name, key=None, peer=peer, elapsed_s=elapsed_s) from error
+            raise
+        request.put.wait = wait
+        return self._ask(request, encoded[0][0].key if len(encoded) == 1 else None)
+
+    def _end_leases(self, leases: Lease | Iterable[Lease], *, give_back: bool) -> None:
+        ended = [leases] if isinstance(leases, Lease) else leases
+        ack = comm_pb2.AckRequest(leases=[lease.number for lease in ended], give_back=give_back)
+        request = comm_pb2.ChannelRequest(channel=self.name, ack=ack)
+        self._connect(self.host).send(Kind.CHANNEL, 0, request.SerializeToString())
+
+
+def _encoded(items: Iterable[Put]) -> list[tuple[Put, Encoded]]:
+    """Encodes all items before the first one costs anything: one that cannot be encoded harms none."""
+    return [(item, encode(item.item)) for item in items]

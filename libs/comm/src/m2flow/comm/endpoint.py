@@ -1,0 +1,284 @@
+"""An endpoint: one process's presence in a run, under a name that others reach it by.
+
+Every endpoint listens on a Unix socket in the run's private directory and dials others when it first needs them. One
+connection carries calls, channels and the descriptors of shared memory, both ways; one io thread moves the bytes. A
+peer's death is noticed because the kernel closes its socket, not because it missed a heartbeat.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self, TypeVar
+
+from m2flow.comm._calls import CallServer, Handler, read_answer
+from m2flow.comm._connection import INLINE_BYTES, Connection
+from m2flow.comm._executor import LaneExecutor
+from m2flow.comm._fabric import Fabric
+from m2flow.comm._frames import Kind
+from m2flow.comm._handshake import Identity
+from m2flow.comm._host import ChannelHost
+from m2flow.comm._index import ChannelIndex
+from m2flow.comm._parking import Parking
+from m2flow.comm.channel import Channel
+from m2flow.comm.errors import CommError, TimeoutError_
+from m2flow.comm.payload import Tree, encode
+from m2flow.comm.tls import Tls
+from m2flow.comm.weights import SERVICE, StagedWeights, WeightReader, WeightStore
+from m2flow.proto.comm.v1 import comm_pb2
+
+_MAX_HANDLER_THREADS = 8
+_T = TypeVar("_T")
+
+
+def default_quota_bytes() -> int:
+    """Returns how much shared memory an endpoint may cost unless it is told: a quarter of the machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+
+
+class Endpoint:
+    """One process's presence in one run. Thread-safe.
+
+    `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
+    run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way;
+    `connect_timeout_s` is how long a peer, a service or a channel may take to appear; `tls` secures what crosses hosts.
+    Create it after forking, never before.
+
+    Raises ValueError for a name or a directory that will not do, CommError where a living endpoint has the name.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        *,
+        token: str,
+        quota_bytes: int | None = None,
+        connect_timeout_s: float = 10.0,
+        tls: Tls | None = None,
+    ) -> None:
+        self.name = name
+        self._executor = LaneExecutor(_MAX_HANDLER_THREADS, name)
+        self._lost_callbacks: list[Callable[[str], None]] = []
+        self._lost: dict[str, int] = {}
+        self._fabric = Fabric(
+            Path(directory),
+            Identity(name, token),
+            quota_bytes=default_quota_bytes() if quota_bytes is None else quota_bytes,
+            connect_timeout_s=connect_timeout_s,
+            tls=tls,
+            on_gone=self._on_gone,
+        )
+        self._calls = CallServer(self._executor, Parking(self._fabric.loop, connect_timeout_s))
+        self._host = ChannelHost(Parking(self._fabric.loop, connect_timeout_s))
+        self._weights = WeightStore(self._fabric.pool)
+        self._reader = WeightReader()
+        self._calls.add(SERVICE, self._weights.handle)
+        self._fabric.start(
+            {
+                Kind.CALL: self._calls.on_call,
+                Kind.CHANNEL: self._host.on_request,
+                Kind.CANCEL: self._host.on_cancel,
+            }
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Across hosts.
+
+    def listen(self, address: str) -> str:
+        """Listens over gRPC as well, at "host:port" (port 0 takes a free one) or "unix:path"; returns the address.
+
+        Every call must bring the run's token, and with `tls` a certificate. Raises CommError where it cannot bind.
+        """
+        return self._fabric.listen(address)
+
+    def add_address(self, peer: str, address: str) -> None:
+        """Reaches a peer over gRPC at an address, instead of a socket in this host's directory. Does not block."""
+        self._fabric.add_address(peer, address)
+
+    # Calls.
+
+    def handle(self, service: str, handler: Handler) -> None:
+        """Answers the calls of a service with `handler(Request) -> tree`, from now on.
+
+        Handlers run on a few threads, never the io thread; those of one peer and service run one at a time, in the
+        order sent. A handler that must wait returns a concurrent.futures.Future: its result, or error, is the answer.
+        Calls that came earlier wait for it, for as long as a peer may take to appear. Raises ValueError for a service
+        that has a handler. Blocks for the io thread.
+        """
+        self._on_io_thread(lambda: self._calls.add(service, handler))
+
+    def request(
+        self, peer: str, service: str, method: str, args: Tree = None, *, timeout_s: float | None = None
+    ) -> Tree:
+        """Calls a method of a peer's service and returns its answer. Blocks until then.
+
+        Raises RemoteError with what the handler raised, PeerLostError when the peer dies or does not appear,
+        TimeoutError_ after `timeout_s` seconds, PayloadError for args that cannot be encoded.
+        """
+        if self._fabric.loop.inside():
+            raise CommError("request: called on the io thread, which must not wait: use request_async")
+        since = time.monotonic()
+        connection, future = self._call(peer, service, method, args, timeout_s)
+        try:
+            body = future.result(timeout_s)
+        except TimeoutError:
+            future.add_done_callback(partial(_discard, connection))
+            call = f"{service}.{method}"
+            elapsed_s = time.monotonic() - since
+            raise TimeoutError_(channel=call, key=None, peer=peer, elapsed_s=elapsed_s) from None
+        return read_answer(connection, body)
+
+    def request_async(self, peer: str, service: str, method: str, args: Tree = None) -> "Future[Tree]":
+        """Like `request`, returning at once with the future of the answer; its callbacks must not block."""
+        result: Future[Tree] = Future()
+        connection, future = self._call(peer, service, method, args, None)
+
+        def resolve(body: bytes) -> None:
+            if not result.set_running_or_notify_cancel():
+                _open_answer(connection, body)
+                return
+            try:
+                tree = read_answer(connection, body)
+            except Exception as error:
+                result.set_exception(error)
+            else:
+                result.set_result(tree)
+
+        def done(answered: "Future[bytes]") -> None:
+            error = answered.exception()
+            if error is not None:
+                if result.set_running_or_notify_cancel():
+                    result.set_exception(error)
+            elif len(answered.result()) <= INLINE_BYTES:
+                resolve(answered.result())
+            else:
+                # Decoding what is long is no work for the io thread.
+                self._executor.submit((connection, "answers"), partial(resolve, answered.result()))
+
+        future.add_done_callback(done)
+        return result
+
+    def on_peer_lost(self, callback: Callable[[str], None]) -> None:
+        """Calls `callback(peer)` on a handler thread once for each peer that dies while connected to this endpoint.
+
+        A peer that closes its endpoint in good order is not lost. A restarted peer that dies again is lost again.
+        """
+        self._lost_callbacks.append(callback)
+
+    def _call(
+        self, peer: str, service: str, method: str, args: Tree, timeout_s: float | None
+    ) -> "tuple[Connection, Future[bytes]]":
+        encoded = encode(args)
+        connection = self._fabric.connection(peer)
+        payload = connection.pack(encoded, timeout_s=timeout_s)
+        request = comm_pb2.CallRequest(service=service, method=method, args=payload)
+        return connection, connection.call(Kind.CALL, request.SerializeToString())[1]
+
+    def _on_gone(self, connection: Connection, lost: bool) -> None:
+        self._host.on_gone(connection, lost)
+        if not lost or self._lost.get(connection.peer) == connection.incarnation:
+            return
+        self._lost[connection.peer] = connection.incarnation
+        for callback in self._lost_callbacks:
+            self._executor.submit(("lost", callback), partial(callback, connection.peer))
+
+    # Channels.
+
+    def host_channel(
+        self,
+        name: str,
+        *,
+        capacity: int = 0,
+        producers: Sequence[str],
+        consumers: Sequence[str],
+        route: Literal["any", "by_key"] = "any",
+    ) -> None:
+        """Hosts a channel's index here. `producers` and `consumers` are the endpoints that may put and get.
+
+        `capacity` bounds the items that wait to be taken; 0 is no bound. With `route="by_key"` every key goes to one
+        consumer, the same one for as long as it lives. Raises ValueError for a name that is hosted. Blocks for the io
+        thread.
+        """
+        index = ChannelIndex(name, capacity=capacity, producers=producers, consumers=consumers, route=route)
+        self._on_io_thread(lambda: self._host.add(index))
+
+    def set_channel_members(self, name: str, *, producers: Sequence[str], consumers: Sequence[str]) -> None:
+        """Declares other producers and consumers of a channel hosted here; those that stay keep their state."""
+        self._on_io_thread(lambda: self._host.index(name).set_members(producers, consumers))
+
+    def announce_successor(self, name: str, *, lost: str, successor: str) -> None:
+        """Lets the consumers of a channel hosted here wait for `successor` in place of a producer that dies or died."""
+        self._on_io_thread(lambda: self._host.index(name).announce_successor(lost, successor))
+
+    def drop_channel(self, name: str) -> None:
+        """Ends a channel hosted here and forgets it: what is queued is dropped, those waiting are told it is closed."""
+        self._on_io_thread(lambda: self._host.remove(name))
+
+    def channel(self, name: str, *, host: str) -> Channel:
+        """Returns a client of a channel that the endpoint `host` hosts. Does not block, nor check that it does."""
+        return Channel(name, host, self._fabric.connection)
+
+    def _on_io_thread(self, call: Callable[[], _T]) -> _T:
+        if self._fabric.loop.inside():
+            return call()
+        done: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(call())
+            except Exception as error:
+                done.set_exception(error)
+
+        self._fabric.loop.call(run)
+        return done.result()
+
+    # Weights.
+
+    def stage_weights(self, name: str, version: int, weights: Mapping[str, Tree]) -> StagedWeights:
+        """Writes a version of named tensors to shared memory, once, for any number of readers on this host.
+
+        `weights` maps names to numpy arrays or tensors of any shape and dtype. Blocks for the digests and the copy.
+        Raises ValueError for a version that is not newer than the last. The version before the last is withdrawn.
+        """
+        return self._weights.stage(name, version, weights)
+
+    def fetch_weights(
+        self, source: str, name: str, version: int, *, timeout_s: float | None = None
+    ) -> Mapping[str, Tree]:
+        """Returns a version's tensors in place, for reading only. Blocks until `source` has staged it.
+
+        They stay as they are for as long as any of them is kept. All digests are checked the first time, one in eight
+        later. Raises PayloadError for a digest that differs, RemoteError for a version that is withdrawn.
+        """
+        answer = self.request(source, SERVICE, "fetch", (name, version), timeout_s=timeout_s)
+        return self._reader.check(source, name, version, answer)
+
+    def release_weights(self, name: str, version: int) -> None:
+        """Withdraws a staged version; readers keep what they hold. Raises ValueError for one that is not staged."""
+        self._weights.release(name, version)
+
+    def close(self) -> None:
+        """Says goodbye to all peers and frees thread, sockets and memory. Blocks shortly; may be called twice."""
+        self._fabric.close()
+        self._executor.close()
+
+
+def _discard(connection: Connection, done: "Future[bytes]") -> None:
+    if done.exception() is None:
+        _open_answer(connection, done.result())
+
+
+def _open_answer(connection: Connection, body: bytes) -> None:
+    """Opens an answer that nobody reads, so that its memory goes back."""
+    connection.open(comm_pb2.CallResponse.FromString(body).result)

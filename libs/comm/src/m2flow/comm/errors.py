@@ -1,0 +1,76 @@
+"""What can go wrong between two ends, each error naming the other end.
+
+    CommError
+    ├── PayloadError          a value that cannot be encoded, or bytes that are no payload
+    ├── ChannelClosedError    the channel has ended and is drained
+    ├── ChannelFullError      `put_nowait` found no room
+    ├── PeerLostError         the other end's socket was closed by its death
+    ├── TimeoutError_         nothing came in time (also a TimeoutError)
+    └── RemoteError           the handler at the other end raised
+
+`IterationEnded` stands apart: it is how a consumer learns that an iteration is complete, not a failure.
+"""
+
+
+class CommError(Exception):
+    """Base of everything that m2flow.comm raises."""
+
+
+class PayloadError(CommError):
+    """A value that has no encoding, or bytes that are not a whole and unaltered payload."""
+
+
+class ChannelClosedError(CommError):
+    """The channel was closed, and what it held has been taken."""
+
+    def __init__(self, channel: str, detail: str = "it was closed and is drained") -> None:
+        super().__init__(f"channel {channel!r}: {detail}")
+        self.channel = channel
+
+
+class ChannelFullError(CommError):
+    """A `put_nowait` that would have had to wait."""
+
+    def __init__(self, channel: str) -> None:
+        super().__init__(f"channel {channel!r} is full: use put, which waits, or give it more capacity")
+        self.channel = channel
+
+
+class PeerLostError(CommError):
+    """The process at the other end died, or never appeared."""
+
+    def __init__(self, peer: str, detail: str = "its connection closed without a goodbye") -> None:
+        super().__init__(f"peer {peer!r} is lost: {detail}")
+        self.peer = peer
+
+
+class TimeoutError_(CommError, TimeoutError):
+    """Nothing came within the time given."""
+
+    def __init__(self, *, channel: str, key: str | None, peer: str, elapsed_s: float) -> None:
+        about = f"channel {channel!r}" + ("" if key is None else f", key {key!r}")
+        super().__init__(f"{about}: waited {elapsed_s:.3f} s for {peer}")
+        self.channel = channel
+        self.key = key
+        self.peer = peer
+        self.elapsed_s = elapsed_s
+
+
+class RemoteError(CommError):
+    """A handler at the other end raised; its own words are kept."""
+
+    def __init__(self, peer: str, type_name: str, message: str, traceback: str) -> None:
+        super().__init__(f"{type_name} in {peer!r}: {message}")
+        self.peer = peer
+        self.type_name = type_name
+        self.message = message
+        self.traceback = traceback
+
+
+class IterationEnded(Exception):
+    """Every producer has ended the iteration, and nothing of it is queued."""
+
+    def __init__(self, channel: str, iteration: int) -> None:
+        super().__init__(f"channel {channel!r}: iteration {iteration} has ended")
+        self.channel = channel
+        self.iteration = iteration

@@ -1,0 +1,129 @@
+"""Payloads: any tree of plain values and arrays as bytes, and back, without pickle.
+
+A payload is one run of bytes: a header with a check of the tree, the tree, then each array at a multiple of 64 bytes,
+so that the reader's arrays lie on the bytes themselves. The same run travels in a message or lies in shared memory.
+"""
+
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+
+from m2flow.comm._registry import register
+from m2flow.comm._tree import Bytes, TreeReader, TreeWriter
+from m2flow.comm.errors import PayloadError
+
+__all__ = ["MAX_PAYLOAD_BYTES", "Encoded", "Tree", "decode", "encode", "register"]
+
+# dict, list, tuple, registered dataclass or named tuple, None, str, bytes, bool, int, float, numpy array, torch tensor.
+Tree = Any
+MAX_PAYLOAD_BYTES = 1 << 40
+
+# Magic, layout, bytes of the tree, bytes of the whole, check of all that and of the tree.
+_SIZES = struct.Struct("<HHIQ")
+_HEADER_BYTES = _SIZES.size + 4
+_MAGIC = 0x326D
+_LAYOUT = 1
+_ALIGN = 64
+
+
+class Encoded:
+    """A tree ready to be written: its header and structure are bytes already, its arrays still lie where they were."""
+
+    __slots__ = ("_parts", "_tree", "size_bytes")
+
+    def __init__(self, tree: bytearray, parts: list[Bytes | bytes]) -> None:
+        self._tree = tree
+        self._parts = parts
+        size = _HEADER_BYTES + len(tree)
+        for part in parts:
+            size = _aligned(size) + len(part)
+        self.size_bytes = size
+
+    def to_bytes(self) -> bytes:
+        """Returns the payload as one bytes object."""
+        pieces: list[bytes | bytearray | memoryview] = [self._header(), self._tree]
+        at = _HEADER_BYTES + len(self._tree)
+        for part in self._parts:
+            pieces += [bytes(_aligned(at) - at), part if isinstance(part, bytes) else part.data]
+            at = _aligned(at) + len(part)
+        return b"".join(pieces)
+
+    def write_into(self, target: Bytes) -> None:
+        """Writes the payload to `target`, shape [size_bytes] uint8, copying each array once. Blocks while it copies."""
+        at = _HEADER_BYTES + len(self._tree)
+        target[:at] = np.frombuffer(self._header() + self._tree, np.uint8)
+        for part in self._parts:
+            start = _aligned(at)
+            # What is recycled memory must not leak between the parts: padding is part of the payload.
+            target[at:start] = 0
+            at = start + len(part)
+            target[start:at] = part if isinstance(part, np.ndarray) else np.frombuffer(part, np.uint8)
+
+    def _header(self) -> bytes:
+        sizes = _SIZES.pack(_MAGIC, _LAYOUT, len(self._tree), self.size_bytes)
+        return sizes + zlib.crc32(self._tree, zlib.crc32(sizes)).to_bytes(4, "little")
+
+
+def encode(tree: Tree) -> Encoded:
+    """Returns a tree made ready to be written; no array is copied yet unless it is not contiguous.
+
+    Raises PayloadError, naming the type, for a value that has no encoding. Does not block.
+    """
+    writer = TreeWriter()
+    writer.write(tree)
+    return Encoded(writer.out, writer.parts)
+
+
+def decode(data: bytes | Bytes, *, max_size_bytes: int = MAX_PAYLOAD_BYTES) -> Tree:
+    """Returns the tree of a payload; its arrays lie on `data` without a copy and numpy's are read-only.
+
+    `data` is the payload's bytes, or a uint8 array of shape [size_bytes] over them. Tensors over immutable bytes are
+    copied once, as torch has no read-only tensors. Raises PayloadError for bytes that are cut, altered in the header or
+    the tree, or more than `max_size_bytes`; nothing is allocated before sizes are checked. Does not block.
+    """
+    size = len(data)
+    if not _HEADER_BYTES <= size <= max_size_bytes:
+        raise PayloadError(f"got a payload of {size} bytes, want {_HEADER_BYTES} to {max_size_bytes}")
+    header = bytes(data[:_HEADER_BYTES])
+    magic, layout, tree_bytes, total = _SIZES.unpack_from(header)
+    if magic != _MAGIC or layout != _LAYOUT:
+        wanted = f"{_MAGIC:#x} layout {_LAYOUT}"
+        raise PayloadError(f"got magic {magic:#x} layout {layout}, want {wanted}: no payload of this version")
+    tree_end = _HEADER_BYTES + tree_bytes
+    if total != size or tree_end > size:
+        raise PayloadError(f"got {size} bytes, want the {total} that the header says: the payload is cut or altered")
+    tree = bytes(data[_HEADER_BYTES:tree_end])
+    if zlib.crc32(tree, zlib.crc32(header[: _SIZES.size])) != int.from_bytes(header[_SIZES.size :], "little"):
+        raise PayloadError("got a tree that does not match its check: the payload was altered")
+    parts = _Parts(data, tree_end)
+    result = TreeReader(tree, parts.take).read_all()
+    parts.finish()
+    return result
+
+
+class _Parts:
+    """Hands out the arrays' bytes in order, never past the end."""
+
+    def __init__(self, data: bytes | Bytes, at: int) -> None:
+        self._data = data
+        self._root: Bytes | None = None
+        self._at = at
+
+    def take(self, size: int) -> Bytes:
+        start = _aligned(self._at)
+        if size > len(self._data) - start and size:
+            raise PayloadError(f"got an array of {size} bytes with {max(0, len(self._data) - start)} left")
+        if self._root is None:
+            self._root = np.frombuffer(self._data, np.uint8) if isinstance(self._data, bytes) else self._data
+        self._at = start + size
+        return self._root[start : self._at]
+
+    def finish(self) -> None:
+        if self._at != len(self._data):
+            raise PayloadError(f"got {len(self._data)} bytes, want the {self._at} up to the end of the last array")
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

@@ -1,0 +1,124 @@
+"""Weights on their way from a trainer to those who serve them, within one host: written once, read in place.
+
+A version is one payload in shared memory: the digests, then the tensors. Every reader maps the same bytes, checks the
+digests of all tensors the first time and of some later, and holds the memory for as long as it keeps an array.
+"""
+
+import hashlib
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from m2flow.comm import _torch
+from m2flow.comm._calls import Lend, Request
+from m2flow.comm._segments import Pool
+from m2flow.comm.errors import PayloadError
+from m2flow.comm.payload import Tree, encode
+
+SERVICE = "m2flow.weights"
+_KEPT_VERSIONS = 2
+_DIGEST_BYTES = 16
+# After the first transfer from a source every eighth tensor is checked, another eighth each time.
+_SAMPLE = 8
+
+
+class StagedWeights(NamedTuple):
+    """What staging a version cost: its size, the seconds of writing it, the seconds of its digests."""
+
+    nbytes: int
+    seconds: float
+    digest_seconds: float
+
+
+class WeightStore:
+    """The versions that this process offers, the last two of each name."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._staged: dict[str, dict[int, Lend]] = {}
+        self._awaited: dict[tuple[str, int], list[Future[Any]]] = {}
+        self._lock = threading.Lock()
+
+    def stage(self, name: str, version: int, weights: Mapping[str, Tree]) -> StagedWeights:
+        """Copies a version into shared memory and offers it; blocks for the copy.
+
+        The version before the last is withdrawn; its memory is used again once no reader holds an array of it. Raises
+        ValueError for a version that is not newer, PayloadError for what is no array.
+        """
+        started = time.monotonic()
+        digests = {key: digest(value) for key, value in weights.items()}
+        digested = time.monotonic()
+        payload = encode({"digests": digests, "weights": dict(weights)})
+        self._withdraw(name, version)
+        slot = self._pool.take(payload.size_bytes)
+        payload.write_into(slot.view(payload.size_bytes))
+        staged = Lend(slot, payload.size_bytes)
+        with self._lock:
+            self._staged.setdefault(name, {})[version] = staged
+            waiting = self._awaited.pop((name, version), [])
+        for future in waiting:
+            future.set_result(staged)
+        return StagedWeights(payload.size_bytes, time.monotonic() - digested, digested - started)
+
+    def release(self, name: str, version: int) -> None:
+        """Withdraws a version; readers keep what they hold. Raises ValueError for one that is not staged."""
+        with self._lock:
+            staged = self._staged.get(name, {}).pop(version, None)
+        if staged is None:
+            raise ValueError(f"weights {name!r} version {version} are not staged here")
+        self._pool.let_go(staged.slot)
+
+    def handle(self, request: Request) -> "Lend | Future[Any]":
+        """Answers a fetch: at once, or when the version is staged."""
+        name, version = request.args
+        with self._lock:
+            versions = self._staged.get(name, {})
+            if version in versions:
+                return versions[version]
+            if versions and version < max(versions):
+                raise ValueError(f"weights {name!r} version {version} are withdrawn, want one of {sorted(versions)}")
+            future: Future[Any] = Future()
+            self._awaited.setdefault((name, version), []).append(future)
+            return future
+
+    def _withdraw(self, name: str, version: int) -> None:
+        """Makes room for a version: one older stays, for readers that are behind by one."""
+        with self._lock:
+            versions = self._staged.get(name, {})
+            if versions and version <= max(versions):
+                raise ValueError(f"weights {name!r}: got version {version}, want more than the staged {max(versions)}")
+            old = [versions.pop(stale) for stale in sorted(versions)[: 1 - _KEPT_VERSIONS]]
+        for staged in old:
+            self._pool.let_go(staged.slot)
+
+
+class WeightReader:
+    """Checks what this process fetches, and remembers whom it has checked in full."""
+
+    def __init__(self) -> None:
+        self._num_fetched: dict[tuple[str, str], int] = {}
+
+    def check(self, source: str, name: str, version: int, answer: Tree) -> Mapping[str, Tree]:
+        """Returns the tensors of an answer; raises PayloadError naming the first whose bytes are not its digest's."""
+        weights, digests = answer["weights"], answer["digests"]
+        count = self._num_fetched.get((source, name), 0)
+        for index, (key, value) in enumerate(weights.items()):
+            if (count == 0 or index % _SAMPLE == count % _SAMPLE) and digest(value) != digests[key]:
+                raise PayloadError(f"weights {name!r} version {version} from {source!r}: {key!r} has another digest")
+        self._num_fetched[source, name] = count + 1
+        return dict(weights)
+
+
+def digest(value: Tree) -> bytes:
+    """Returns 16 bytes that stand for an array's elements; raises PayloadError for what is no array."""
+    if _torch.is_tensor(value):
+        data = _torch.to_bytes(value)[2]
+    elif isinstance(value, np.ndarray):
+        data = np.asarray(value, order="C").reshape(-1).view(np.uint8) if value.nbytes else np.empty(0, np.uint8)
+    else:
+        raise PayloadError(f"got a {type(value).__name__} among weights, want arrays and tensors only")
+    return hashlib.blake2b(data.data, digest_size=_DIGEST_BYTES).digest()

@@ -1,0 +1,270 @@
+"""Channels through real endpoints: blocking and async forms, memory, and what a consumer sees."""
+
+import asyncio
+import gc
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from m2flow.comm import (
+    Channel,
+    ChannelClosedError,
+    ChannelFullError,
+    CommError,
+    Endpoint,
+    IterationEnded,
+    PayloadError,
+    PeerLostError,
+    Put,
+    TimeoutError_,
+)
+
+
+@pytest.fixture
+def ends(make_endpoint: Any) -> tuple[Endpoint, Channel, Channel]:
+    """A host, and a producer's and a consumer's client of a channel of capacity 4, each in its own endpoint."""
+    host, producer, consumer = make_endpoint("host"), make_endpoint("p"), make_endpoint("c")
+    host.host_channel("q", capacity=4, producers=["p", "p2"], consumers=["c", "c2"])
+    return host, producer.channel("q", host="host"), consumer.channel("q", host="host")
+
+
+def test_items_arrive_in_order_with_what_they_were_put_with(ends: Any) -> None:
+    _, producer, consumer = ends
+    producer.put({"x": np.arange(3)}, id="a", iteration=2, weight=2.5, key="k")
+    producer.put_tombstone(id="b", iteration=2, reason="too long")
+    first, second = consumer.get(key="k"), consumer.get()
+    assert (first.id, first.iteration, first.weight, first.key, first.producer) == ("a", 2, 2.5, "k", "p")
+    assert first.item["x"].tolist() == [0, 1, 2]
+    assert (second.id, second.tombstone, second.item) == ("b", "too long", None)
+    consumer.ack([first, second])
+    stats = consumer.stats()
+    assert (stats.put, stats.acked, stats.tombstones, stats.queued, stats.leased) == (2, 2, 1, 0, 0)
+
+
+def test_large_items_come_in_shared_memory_and_the_memory_is_used_again(make_endpoint: Any) -> None:
+    host, producer, consumer = make_endpoint("host"), make_endpoint("p"), make_endpoint("c")
+    host.host_channel("q", capacity=4, producers=["p"], consumers=["c"])
+    puts, gets = producer.channel("q", host="host"), consumer.channel("q", host="host")
+    for index in range(50):
+        puts.put(np.full(1 << 18, index, np.float32), id=str(index))
+        lease = gets.get()
+        assert lease.item[-1] == index
+        gets.ack(lease)
+        del lease
+    assert producer._fabric.pool.size_bytes < 8 << 20
+
+
+def test_memory_is_not_used_again_while_any_view_of_it_is_kept(ends: Any) -> None:
+    _, producer, consumer = ends
+    producer.put({"x": np.zeros(100_000)}, id="kept")
+    lease = consumer.get()
+    view = lease.item["x"][10:20:3]
+    consumer.ack(lease)
+    del lease
+    for index in range(1, 30):
+        producer.put({"x": np.full(100_000, index)}, id=str(index))
+        consumer.ack(consumer.get())
+    assert view.tolist() == [0, 0, 0, 0]
+
+
+def test_put_waits_for_memory_and_says_so_when_it_does_not_come(make_endpoint: Any) -> None:
+    host, producer, consumer = make_endpoint("host"), make_endpoint("p", quota_bytes=3 << 20), make_endpoint("c")
+    host.host_channel("q", producers=["p"], consumers=["c"])
+    puts, gets = producer.channel("q", host="host"), consumer.channel("q", host="host")
+    array = np.zeros(1 << 17)
+    puts.put(array)
+    puts.put(array)
+    with pytest.raises(TimeoutError_, match="readers to let go of shared memory"):
+        puts.put(array, timeout_s=0.1)
+    thread = threading.Thread(target=puts.put, args=(array,), daemon=True)
+    thread.start()
+    gets.ack(gets.get())
+    thread.join(5)
+    assert not thread.is_alive()
+    with pytest.raises(CommError, match="want at most the quota"):
+        puts.put(np.zeros(1 << 20))
+
+
+def test_a_full_channel_makes_put_wait_and_put_nowait_raise(ends: Any) -> None:
+    _, producer, consumer = ends
+    for index in range(4):
+        producer.put(index)
+    with pytest.raises(ChannelFullError, match="'q' is full"):
+        producer.put_nowait(4)
+    with pytest.raises(TimeoutError_, match=r"channel 'q', key 'k': waited 0\.\d+ s for c, c2"):
+        producer.put(4, key="k", timeout_s=0.05)
+    thread = threading.Thread(target=producer.put, args=(4,), daemon=True)
+    thread.start()
+    time.sleep(0.05)
+    assert producer.stats().waiting_producers == 1
+    assert [consumer.get().item for _ in range(5)] == [0, 1, 2, 3, 4]
+    thread.join(5)
+    producer.put_nowait(5)
+
+
+def test_a_timeout_names_channel_key_and_who_was_waited_for(ends: Any) -> None:
+    _, _, consumer = ends
+    with pytest.raises(TimeoutError_, match=r"channel 'q', key 'k': waited 0\.\d+ s for p, p2") as caught:
+        consumer.get(key="k", timeout_s=0.05)
+    assert (caught.value.channel, caught.value.key, caught.value.peer) == ("q", "k", "p, p2")
+
+
+def test_a_sync_get_of_one_key_passes_a_pending_async_get_of_another(ends: Any) -> None:
+    _, producer, consumer = ends
+
+    async def main() -> tuple[Any, Any]:
+        pending = asyncio.create_task(consumer.aget(key="a"))
+        await asyncio.sleep(0.02)
+        producer.put("of b", key="b")
+        mine = consumer.get(key="b", timeout_s=5)
+        producer.put("of a", key="a")
+        return (await pending).item, mine.item
+
+    assert asyncio.run(main()) == ("of a", "of b")
+
+
+def test_a_cancelled_async_get_loses_no_item(ends: Any) -> None:
+    _, producer, consumer = ends
+
+    async def main() -> None:
+        for index in range(20):
+            pending = asyncio.create_task(consumer.aget())
+            await asyncio.sleep(0)
+            producer.put(index)
+            pending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pending
+            lease = await asyncio.wait_for(consumer.aget(), 5)
+            assert lease.item == index
+            consumer.ack(lease)
+
+    asyncio.run(main())
+    assert consumer.stats().queued == consumer.stats().leased == 0
+
+
+def test_async_forms_put_and_take(ends: Any) -> None:
+    _, producer, consumer = ends
+
+    async def main() -> list[Any]:
+        waiting = asyncio.create_task(consumer.aget_batch(3))
+        await producer.aput("small")
+        await producer.aput_many([Put(item=np.zeros(50_000)), Put(item="last")])
+        return [lease.item for lease in await waiting]
+
+    small, large, last = asyncio.run(main())
+    assert (small, large.shape, last) == ("small", (50_000,), "last")
+
+
+def test_an_item_that_cannot_be_encoded_harms_no_one(ends: Any) -> None:
+    _, producer, consumer = ends
+    with pytest.raises(PayloadError):
+        producer.put_many([Put(item=np.zeros(100_000)), Put(item=object())])
+    producer.put("good")
+    assert consumer.get().item == "good"
+
+
+def test_the_iteration_ends_for_every_consumer(make_endpoint: Any, ends: Any) -> None:
+    _, producer, consumer = ends
+    other = make_endpoint("p2").channel("q", host="host")
+    second = make_endpoint("c2").channel("q", host="host")
+    producer.put_many([Put(item=index, id=str(index), iteration=7) for index in range(3)])
+    producer.end(7)
+    other.end(7)
+    assert [lease.item for lease in consumer.get_batch(2, iteration=7)] == [0, 1]
+    assert [lease.item for lease in second.get_batch(2, iteration=7)] == [2]
+    for client in (consumer, second):
+        with pytest.raises(IterationEnded, match="iteration 7 has ended"):
+            client.get_batch(2, iteration=7)
+
+
+def test_close_drains_and_then_refuses(make_endpoint: Any, ends: Any) -> None:
+    _, producer, consumer = ends
+    producer.put(1)
+    producer.close()
+    make_endpoint("p2").channel("q", host="host").close()
+    assert consumer.get().item == 1
+    with pytest.raises(ChannelClosedError, match="drained"):
+        consumer.get()
+    with pytest.raises(ChannelClosedError):
+        producer.put(2)
+    assert consumer.stats().closed
+
+
+def test_a_channel_may_be_used_before_it_is_hosted(make_endpoint: Any) -> None:
+    host, producer = make_endpoint("host"), make_endpoint("p")
+    early = threading.Thread(target=producer.channel("q", host="host").put, args=(1,), daemon=True)
+    early.start()
+    time.sleep(0.05)
+    host.host_channel("q", producers=["p"], consumers=["host"])
+    assert host.channel("q", host="host").get(timeout_s=5).item == 1
+    early.join(5)
+    assert not early.is_alive()
+
+
+def test_a_dropped_channel_frees_memory_and_tells_those_who_wait(ends: Any) -> None:
+    host, producer, consumer = ends
+    producer.put(np.zeros(100_000))
+    failed: list[type] = []
+
+    def wait() -> None:
+        try:
+            consumer.get(key="other")
+        except CommError as error:
+            failed.append(type(error))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    time.sleep(0.05)
+    host.drop_channel("q")
+    thread.join(5)
+    assert failed == [ChannelClosedError]
+    with pytest.raises(ValueError, match="not hosted here"):
+        host.set_channel_members("q", producers=[], consumers=[])
+
+
+def test_a_producer_dead_without_a_successor_is_named(make_endpoint: Any, ends: Any, peer: Any) -> None:
+    host, _, consumer = ends
+    text = "endpoint.channel('q', host='host').put(np.full(100_000, 3.0), id='1'); say('put'); time.sleep(60)"
+    victim = peer("p2", text)
+    assert victim.line() == "put"
+    victim.kill()
+    lease = consumer.get(timeout_s=5)
+    assert lease.item[-1] == 3.0
+    with pytest.raises(PeerLostError, match="'p2' is lost: it died before it closed channel 'q'") as caught:
+        consumer.get(timeout_s=5)
+    assert caught.value.peer == "p2"
+    host.announce_successor("q", lost="p2", successor="p3")
+    successor = make_endpoint("p3").channel("q", host="host")
+    successor.put("more")
+    assert consumer.get(timeout_s=5).item == "more"
+
+
+def test_a_killed_consumers_leases_go_to_another_in_order(ends: Any, peer: Any, make_endpoint: Any) -> None:
+    host, _, consumer = ends
+    host.host_channel("w", producers=["p"], consumers=["c", "v"])
+    producer = make_endpoint("p4")
+    host.set_channel_members("w", producers=["p4"], consumers=["c", "v"])
+    producer.channel("w", host="host").put_many(
+        [Put(item=np.full(20_000, index), id=str(index)) for index in range(64)]
+    )
+    victim = peer("v", "leases = endpoint.channel('w', host='host').get_batch(64); say(len(leases)); time.sleep(60)")
+    assert victim.line() == "64"
+    client = Channel("w", "host", consumer._connect)
+    pending = threading.Thread(target=lambda: got.extend(client.get_batch(64, timeout_s=10)), daemon=True)
+    got: list[Any] = []
+    pending.start()
+    time.sleep(0.05)
+    victim.kill()
+    pending.join(5)
+    assert [int(lease.item[0]) for lease in got] == list(range(64))
+    client.ack(got)
+    got.clear()
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while producer._fabric.pool.size_bytes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    # The dead reader's segments are never used again, so nothing is kept of them.
+    assert producer._fabric.pool.size_bytes == 0

@@ -1,0 +1,337 @@
+"""Endpoints: calls, answers, refusals, and peers that die."""
+
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from m2flow.comm import (
+    CommError,
+    Endpoint,
+    PayloadError,
+    PeerLostError,
+    RemoteError,
+    Request,
+    TimeoutError_,
+    _handshake,
+)
+from m2flow.comm._frames import Kind, frame
+
+
+def test_a_call_is_answered(make_endpoint: Any) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    b.handle("echo", lambda request: (request.peer, request.service, request.method, request.args))
+    assert a.request("b", "echo", "say", {"x": 1}) == ("a", "echo", "say", {"x": 1})
+    a.handle("back", lambda request: request.args)
+    assert b.request("a", "back", "say", [2]) == [2]
+
+
+def test_an_endpoint_can_call_itself(make_endpoint: Any) -> None:
+    a = make_endpoint("a")
+    a.handle("echo", lambda request: request.args)
+    assert a.request("a", "echo", "", np.arange(100_000))[-1] == 99_999
+
+
+def test_large_arrays_arrive_and_their_memory_comes_back(make_endpoint: Any) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    b.handle("sum", lambda request: request.args.sum())
+    array = np.arange(1 << 20)
+    for _ in range(10):
+        assert a.request("b", "sum", "", array) == array.sum()
+    assert a._fabric.pool.size_bytes <= 3 * (10 << 20)
+
+
+def test_a_remote_error_keeps_its_words(make_endpoint: Any) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+
+    def fail(request: Request) -> None:
+        raise KeyError("the words")
+
+    b.handle("fail", fail)
+    with pytest.raises(RemoteError, match="KeyError in 'b': 'the words'") as caught:
+        a.request("b", "fail", "")
+    assert "in fail" in caught.value.traceback
+
+
+def test_an_answer_that_cannot_be_encoded_is_the_callers_error(make_endpoint: Any) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    b.handle("odd", lambda request: object())
+    with pytest.raises(RemoteError, match="PayloadError"):
+        a.request("b", "odd", "")
+
+
+def test_args_that_cannot_be_encoded_fail_at_once(make_endpoint: Any) -> None:
+    a = make_endpoint("a")
+    with pytest.raises(PayloadError):
+        a.request("nobody", "x", "", object())
+
+
+def test_a_handler_may_answer_later_without_a_thread(make_endpoint: Any) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    promised: list[Future[Any]] = []
+
+    def later(request: Request) -> Future[Any]:
+        promised.append(Future())
+        return promised[-1]
+
+    b.handle("later", later)
+    asked = [a.request_async("b", "later", "", index) for index in range(50)]
+    while len(promised) < 50:
+        time.sleep(0.01)
+    for index, future in enumerate(promised):
+        future.set_result(index)
+    assert [future.result(5) for future in asked] == list(range(50))
+    failing = a.request_async("b", "later", "")
+    while len(promised) < 51:
+        time.sleep(0.01)
+    promised[-1].set_exception(ValueError("no"))
+    with pytest.raises(RemoteError, match="ValueError"):
+        failing.result(5)
+
+
+def test_calls_of_one_peer_and_service_run_in_order(make_endpoint: Any) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    seen: list[int] = []
+    b.handle("note", lambda request: seen.append(request.args))
+    for future in [a.request_async("b", "note", "", index) for index in range(300)]:
+        future.result(5)
+    assert seen == list(range(300))
+
+
+def test_a_slow_service_does_not_stop_another(make_endpoint: Any) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    release = threading.Event()
+    b.handle("slow", lambda request: release.wait(10))
+    b.handle("fast", lambda request: "done")
+    slow = a.request_async("b", "slow", "")
+    assert a.request("b", "fast", "", timeout_s=5) == "done"
+    release.set()
+    assert slow.result(5) is True
+
+
+def test_a_timeout_names_the_call_the_peer_and_the_seconds(make_endpoint: Any) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    b.handle("never", lambda request: Future())
+    with pytest.raises(TimeoutError_, match=r"never\.go.*waited 0\.\d+ s for b") as caught:
+        a.request("b", "never", "go", timeout_s=0.1)
+    assert isinstance(caught.value, TimeoutError)
+    assert caught.value.elapsed_s >= 0.1
+
+
+def test_a_peer_that_appears_late_is_waited_for(make_endpoint: Any) -> None:
+    a = make_endpoint("a")
+    asked = a.request_async("b", "echo", "", 5)
+    time.sleep(0.1)
+    make_endpoint("b").handle("echo", lambda request: request.args)
+    assert asked.result(5) == 5
+
+
+def test_a_peer_that_never_appears_is_lost(run_dir: Path) -> None:
+    lost = pytest.raises(PeerLostError, match="'nobody' is lost: no endpoint of this name")
+    with Endpoint(run_dir, "a", token="t", connect_timeout_s=0.1) as a, lost:
+        a.request("nobody", "x", "")
+
+
+def test_a_service_or_channel_that_never_appears_is_refused_by_name(run_dir: Path) -> None:
+    with Endpoint(run_dir, "a", token="t", connect_timeout_s=0.1) as a:
+        with pytest.raises(RemoteError, match="no service 'other' here, want one of"):
+            a.request("a", "other", "")
+        with pytest.raises(CommError, match="channel 'q': it is not hosted by this endpoint"):
+            a.channel("q", host="a").get()
+
+
+def test_names_are_unique_and_taken_over_from_the_dead(make_endpoint: Any, peer: Any) -> None:
+    make_endpoint("a")
+    with pytest.raises(CommError, match="names are unique"):
+        make_endpoint("a")
+    dead = peer("b", "say('ready'); time.sleep(60)")
+    assert dead.line() == "ready"
+    dead.kill()
+    make_endpoint("b").handle("echo", lambda request: "new")
+    assert make_endpoint("c").request("b", "echo", "") == "new"
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".", "x" * 65, "a b"])
+def test_odd_names_are_refused(run_dir: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="endpoint name"):
+        Endpoint(run_dir, name, token="t")
+
+
+def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ValueError, match="mode 0o700"):
+        Endpoint(tmp_path, "a", token="t")
+
+
+def test_a_deep_directory_is_no_problem(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 120)
+    with Endpoint(deep, "a", token="t") as a, Endpoint(deep, "b", token="t") as b:
+        b.handle("echo", lambda request: request.args)
+        assert a.request("b", "echo", "", 1) == 1
+    assert list(deep.iterdir()) == []
+
+
+def test_a_wrong_token_is_refused_and_logged(make_endpoint: Any, caplog: pytest.LogCaptureFixture) -> None:
+    make_endpoint("a")
+    stranger = make_endpoint("s", token="another")
+    with pytest.raises(CommError, match="refuses this end: its token is not this run's"):
+        stranger.request("a", "x", "")
+    assert "refused a connection" in caplog.text
+    assert "another" not in caplog.text
+
+
+def test_another_version_is_refused_with_both_named(make_endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    hello = a._fabric.identity.hello().replace(b"\x01" + _handshake.VERSION.encode(), b"\x01" + b"9", 1)
+    monkeypatch.setattr(type(a._fabric.identity), "hello", lambda identity: hello)
+    with pytest.raises(CommError, match=r"version 1.*speaks version '9' and this end '1'"):
+        a.request("b", "x", "")
+    assert b.name == "b"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n" * 3,
+        frame(Kind.CALL, 1, b"x"),
+        frame(Kind.HELLO, 0, b"\xff\xff\xff"),
+        b"\xff\xff\xff\xff\x01" + bytes(11),
+        b"",
+    ],
+    ids=["http", "call first", "no message", "too long", "nothing"],
+)
+def test_strangers_harm_nobody(make_endpoint: Any, run_dir: Path, data: bytes) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    b.handle("echo", lambda request: request.args)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(os.path.relpath(run_dir / "b.sock"))
+        stranger.settimeout(10)
+        stranger.sendall(data)
+        if not data:
+            stranger.shutdown(socket.SHUT_WR)
+        while stranger.recv(4096):
+            pass
+    assert a.request("b", "echo", "", 7) == 7
+
+
+def test_a_death_is_seen_by_those_who_wait_and_reported_once(make_endpoint: Any, peer: Any) -> None:
+    a = make_endpoint("a")
+    lost: list[str] = []
+    seen = threading.Event()
+    a.on_peer_lost(lambda name: (lost.append(name), seen.set()))
+    victim = peer(
+        "v",
+        """
+        endpoint.handle("never", lambda request: __import__("concurrent.futures").futures.Future())
+        endpoint.request("a", "hello", "")
+        time.sleep(60)
+        """,
+    )
+    called = threading.Event()
+    a.handle("hello", lambda request: called.set())
+    assert called.wait(10)
+    asked = a.request_async("v", "never", "")
+    time.sleep(0.05)
+    started = time.monotonic()
+    victim.kill()
+    with pytest.raises(PeerLostError, match="'v' is lost") as caught:
+        asked.result(5)
+    assert caught.value.peer == "v"
+    assert time.monotonic() - started < 1
+    assert seen.wait(5)
+    time.sleep(0.05)
+    assert lost == ["v"]
+
+
+def test_a_goodbye_is_no_death(make_endpoint: Any) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    lost: list[str] = []
+    a.on_peer_lost(lost.append)
+    b.handle("never", lambda request: Future())
+    asked = a.request_async("b", "never", "")
+    time.sleep(0.05)
+    b.close()
+    with pytest.raises(PeerLostError, match="closed its endpoint"):
+        asked.result(5)
+    assert lost == []
+
+
+def test_a_closed_endpoint_leaves_no_thread_socket_or_descriptor(run_dir: Path) -> None:
+    def state() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    gc.collect()
+    before = state()
+    for _ in range(3):
+        with Endpoint(run_dir, "a", token="t") as a, Endpoint(run_dir, "b", token="t") as b:
+            b.handle("echo", lambda request: request.args)
+            a.request("b", "echo", "", np.zeros(100_000))
+        with pytest.raises(CommError, match="is closed"):
+            a.request("b", "echo", "")
+    del a, b
+    gc.collect()
+    assert wait_until(lambda: state() == before), (state(), before)
+    assert list(run_dir.iterdir()) == []
+
+
+def test_a_forked_child_does_not_hide_its_parents_death(make_endpoint: Any, peer: Any) -> None:
+    a = make_endpoint("a")
+    seen = threading.Event()
+    a.on_peer_lost(lambda name: seen.set())
+    called = threading.Event()
+    a.handle("hello", lambda request: called.set())
+    parent = peer(
+        "parent",
+        """
+        import os, warnings
+        endpoint.request("a", "hello", "")
+        if os.fork() == 0:
+            time.sleep(3)
+            os._exit(0)
+        say("forked")
+        time.sleep(60)
+        """,
+    )
+    assert parent.line() == "forked"
+    parent.kill()
+    assert seen.wait(2)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_sending_to_a_stopped_peer_waits_instead_of_growing(make_endpoint: Any, peer: Any) -> None:
+    a = make_endpoint("a")
+    stopped = peer("s", "import os, signal; say('up'); os.kill(os.getpid(), signal.SIGSTOP)")
+    assert stopped.line() == "up"
+    sent = 0
+    done = threading.Event()
+
+    def flood() -> None:
+        nonlocal sent
+        try:
+            for _ in range(2000):
+                a.request_async("s", "x", "", bytes(20_000))
+                sent += 1
+        except CommError:
+            pass
+        done.set()
+
+    thread = threading.Thread(target=flood, daemon=True)
+    thread.start()
+    assert not done.wait(0.7)
+    assert 300 < sent < 1000
+    stopped.kill()
+    assert done.wait(10)

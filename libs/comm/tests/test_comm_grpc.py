@@ -1,0 +1,145 @@
+"""Endpoints that reach each other over gRPC: the same calls, channels and deaths, with payloads in the stream."""
+
+import logging
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from m2flow.comm import CommError, Endpoint, PeerLostError, Tls
+from m2flow.comm._grpc import METHOD
+
+Pair = tuple[Endpoint, Endpoint]
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def hosts(request: pytest.FixtureRequest, tmp_path: Path, make_endpoint: Any) -> Iterator[Pair]:
+    """Two endpoints in directories of their own, `b` listening and `a` knowing where."""
+    with (
+        Endpoint(tmp_path / "host-a", "a", token="t", connect_timeout_s=2) as a,
+        Endpoint(tmp_path / "host-b", "b", token="t") as b,
+    ):
+        a.add_address("b", b.listen("127.0.0.1:0" if request.param == "tcp" else f"unix:{tmp_path}/b"))
+        yield a, b
+
+
+def test_calls_go_both_ways(hosts: Pair) -> None:
+    a, b = hosts
+    b.handle("echo", lambda request: request.args)
+    a.handle("double", lambda request: request.args * 2)
+    for size in (0, 10, 1 << 16, 3 << 20):
+        array = np.arange(size)
+        assert np.array_equal(a.request("b", "echo", "", array), array)
+    assert b.request("a", "double", "", np.ones(1 << 20)).sum() == 2 << 20
+
+
+def test_a_channel_crosses_hosts(hosts: Pair) -> None:
+    a, b = hosts
+    b.host_channel("q", capacity=4, producers=["a", "b"], consumers=["a", "b"])
+    out, back = a.channel("q", host="b"), b.channel("q", host="b")
+    out.put(np.arange(1 << 18), id="far", key="to b")
+    lease = back.get(key="to b", timeout_s=5)
+    assert lease.item.sum() == np.arange(1 << 18).sum()
+    back.put({"x": np.ones(1 << 18)}, id="near", key="to a")
+    assert out.get(key="to a", timeout_s=5).item["x"].sum() == 1 << 18
+
+
+def test_a_goodbye_crosses_hosts(hosts: Pair) -> None:
+    a, b = hosts
+    lost: list[str] = []
+    a.on_peer_lost(lost.append)
+    b.on_peer_lost(lost.append)
+    b.handle("never", lambda request: Future())
+    asked = a.request_async("b", "never", "")
+    time.sleep(0.3)
+    b.close()
+    with pytest.raises(PeerLostError, match="closed its endpoint"):
+        asked.result(5)
+    assert lost == []
+
+
+def test_a_wrong_token_is_refused_and_logged(hosts: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    a, b = hosts
+    address = a._fabric._addresses["b"]
+    refused = pytest.raises(CommError, match="token is not this run's")
+    with Endpoint(tmp_path / "s", "s", token="other") as stranger, refused:
+        stranger.add_address("b", address)
+        stranger.request("b", "x", "", timeout_s=5)
+    assert "refused a gRPC call" in caplog.text
+    assert b.name == "b"
+
+
+@pytest.mark.parametrize("message", [b"", b"GET / HTTP/1.1", b"\x0a\x05hello", b"\x0a\xff\xff\xff\xff\xff"])
+def test_strangers_with_the_token_harm_nobody(hosts: Pair, message: bytes) -> None:
+    a, b = hosts
+    b.handle("echo", lambda request: request.args)
+    with grpc.insecure_channel(a._fabric._addresses["b"]) as channel:
+        call = channel.stream_stream(METHOD)(iter([message]), metadata=(("m2flow-token", "t"),), timeout=5)
+        try:
+            list(call)
+        except grpc.RpcError as error:
+            logging.getLogger(__name__).info("refused: %s", error)
+    assert a.request("b", "echo", "", 7) == 7
+
+
+def test_nobody_at_an_address_is_a_lost_peer(tmp_path: Path) -> None:
+    lost = pytest.raises(PeerLostError, match=r"nothing answered at 127\.0\.0\.1:9")
+    with Endpoint(tmp_path / "a", "a", token="t", connect_timeout_s=0.3) as a, lost:
+        a.add_address("b", "127.0.0.1:9")
+        a.request("b", "x", "")
+
+
+def test_a_killed_process_is_lost_over_tcp(tmp_path: Path, peer: Callable[..., Any], make_endpoint: Any) -> None:
+    victim = peer("v", "endpoint.handle('s', lambda r: 1); say(endpoint.listen('127.0.0.1:0')); time.sleep(60)")
+    address = victim.line()
+    a = Endpoint(tmp_path / "far", "a", token="token-of-this-run")
+    try:
+        seen = threading.Event()
+        a.on_peer_lost(lambda name: seen.set())
+        a.add_address("v", address)
+        assert a.request("v", "s", "", timeout_s=10) == 1
+        victim.kill()
+        assert seen.wait(5)
+    finally:
+        a.close()
+
+
+def test_a_second_listener_on_a_port_is_refused(hosts: Pair, tmp_path: Path) -> None:
+    _, b = hosts
+    with pytest.raises(CommError, match="cannot listen"):
+        b.listen("256.0.0.1:0")
+
+
+def certificates(directory: Path, authority: str) -> Tls:
+    """Makes an authority and a certificate that it signs."""
+
+    def run(*words: str) -> None:
+        subprocess.run(["openssl", *words], check=True, capture_output=True, cwd=directory)
+
+    key, name = f"{authority}.key", f"{authority}.crt"
+    run("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", key,
+        "-out", name, "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost")  # fmt: skip
+    return Tls(directory / name, directory / key, directory / name)
+
+
+def test_mutual_tls_lets_in_only_who_shows_a_certificate(tmp_path: Path) -> None:
+    ours, theirs = certificates(tmp_path, "ours"), certificates(tmp_path, "theirs")
+    with (
+        Endpoint(tmp_path / "b", "b", token="t", tls=ours) as b,
+        Endpoint(tmp_path / "a", "a", token="t", tls=ours) as a,
+        Endpoint(tmp_path / "x", "x", token="t", tls=theirs, connect_timeout_s=1) as x,
+    ):
+        b.handle("echo", lambda request: request.args)
+        address = b.listen("localhost:0")
+        a.add_address("b", address)
+        x.add_address("b", address)
+        assert a.request("b", "echo", "", 5) == 5
+        with pytest.raises(PeerLostError, match="nothing answered"):
+            x.request("b", "echo", "", 5)

@@ -1,0 +1,351 @@
+"""The index of a channel, driven directly: no sockets, no clock."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from m2flow.comm._index import Caller, ChannelIndex, Entry, Refusal
+from m2flow.comm._views import Filter
+
+
+class Memory:
+    """A payload that counts how often it was dropped."""
+
+    def __init__(self) -> None:
+        self.drops = 0
+
+    def drop(self) -> None:
+        self.drops += 1
+
+
+class Asked:
+    """A request and, once it has one, its answer."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[list[Entry], Refusal | None]] = []
+
+    def __call__(self, entries: Sequence[Entry], refusal: Refusal | None) -> None:
+        self.answers.append((list(entries), refusal))
+
+    @property
+    def waits(self) -> bool:
+        return not self.answers
+
+    @property
+    def ids(self) -> list[str]:
+        assert len(self.answers) == 1, "answered exactly once"
+        assert self.answers[0][1] is None
+        return [entry.id for entry in self.answers[0][0]]
+
+    @property
+    def refused(self) -> str:
+        assert len(self.answers) == 1, "answered exactly once"
+        refusal = self.answers[0][1]
+        return "" if refusal is None else refusal.type
+
+    @property
+    def leases(self) -> list[int]:
+        return [entry.lease for entry in self.answers[0][0]]
+
+
+class Driver:
+    """Talks to an index as its members would; a member's session is its name unless it restarts."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings = {"capacity": 0, "producers": ["p"], "consumers": ["c", "d"], **settings}
+        self.index = ChannelIndex("q", **settings)
+        self._num_requests = 0
+
+    def _caller(self, member: str) -> tuple[Caller, Asked]:
+        self._num_requests += 1
+        asked = Asked()
+        return Caller(member, member, self._num_requests, asked), asked
+
+    def put(self, *ids: str, by: str = "p", wait: bool = True, **fields: Any) -> Asked:
+        caller, asked = self._caller(by)
+        defaults = {"key": "", "weight": 1.0, "iteration": 0, "tombstone": ""}
+        entries = [Entry(id=id, producer=by, payload=Memory(), **{**defaults, **fields}) for id in ids]
+        self.index.put(caller, entries, wait=wait)
+        return asked
+
+    def get(self, weight: float = 0, *, by: str = "c", key: str | None = None, iteration: int | None = None) -> Asked:
+        caller, asked = self._caller(by)
+        self.index.get(caller, Filter(key, iteration), weight)
+        return asked
+
+    def last_request(self) -> int:
+        return self._num_requests
+
+    def end(self, iteration: int, by: str = "p") -> Asked:
+        caller, asked = self._caller(by)
+        self.index.end(caller, iteration)
+        return asked
+
+    def close(self, by: str = "p") -> Asked:
+        caller, asked = self._caller(by)
+        self.index.close(caller)
+        return asked
+
+    def ack(self, asked: Asked, by: str = "c", *, give_back: bool = False) -> None:
+        self.index.ack(by, asked.leases, give_back=give_back)
+
+    def die(self, member: str) -> None:
+        self.index.left(member, member, lost=True)
+
+
+def test_order_is_kept_and_a_waiting_get_is_served() -> None:
+    q = Driver()
+    waiting = q.get()
+    assert waiting.waits
+    q.put("1", "2", "3")
+    assert waiting.ids == ["1"]
+    assert q.get().ids == ["2"]
+
+
+def test_a_full_channel_makes_put_wait_and_put_nowait_fail() -> None:
+    q = Driver(capacity=2)
+    assert q.put("1", "2").ids == []
+    assert q.put("3", wait=False).refused == "ChannelFullError"
+    third, fourth = q.put("3"), q.put("4")
+    assert third.waits
+    assert q.get().ids == ["1"]
+    assert third.ids == []
+    assert fourth.waits
+
+
+def test_a_put_of_more_than_the_capacity_goes_in_by_parts() -> None:
+    q = Driver(capacity=2)
+    put = q.put("1", "2", "3", "4", "5")
+    assert [q.get().ids for _ in range(3)] == [["1"], ["2"], ["3"]]
+    assert put.ids == []
+
+
+def test_a_batch_never_exceeds_its_weight_unless_the_first_alone_does() -> None:
+    q = Driver()
+    q.put("1", weight=3)
+    q.put("2", weight=3)
+    q.put("heavy", weight=50)
+    assert q.get(7).ids == ["1", "2"]
+    assert q.get(7).ids == ["heavy"]
+
+
+def test_weights_that_sum_with_rounding_are_enough() -> None:
+    q = Driver()
+    for index in range(10):
+        q.put(str(index), weight=0.1)
+    assert len(q.get(1.0).ids) == 10
+
+
+def test_a_batch_that_waits_does_not_keep_others_from_items() -> None:
+    q = Driver()
+    batch, single = q.get(10), q.get(by="d")
+    q.put("1")
+    assert single.ids == ["1"]
+    assert batch.waits
+
+
+def test_a_get_of_another_key_does_not_wait() -> None:
+    q = Driver()
+    a = q.get(key="a")
+    q.put("1", key="b")
+    assert q.get(key="b").ids == ["1"]
+    q.put("2", key="a")
+    assert a.ids == ["2"]
+
+
+def test_a_batch_larger_than_the_room_takes_what_is_there() -> None:
+    q = Driver(capacity=2)
+    batch = q.get(5)
+    q.put("1", "2")
+    assert batch.waits
+    late = q.put("3")
+    assert batch.ids == ["1", "2"]
+    assert late.ids == []
+
+
+def test_the_tail_is_flushed_and_each_consumer_hears_the_end() -> None:
+    q = Driver(producers=["p", "r"])
+    q.put("1", "2", iteration=4)
+    batch = q.get(8, iteration=4)
+    q.end(4)
+    assert batch.waits
+    q.end(4, by="r")
+    assert batch.ids == ["1", "2"]
+    for consumer in ("c", "d", "c"):
+        assert q.get(8, by=consumer, iteration=4).refused == "IterationEnded"
+    assert q.get(8, iteration=5).waits
+
+
+def test_the_tail_is_flushed_for_a_get_of_any_iteration() -> None:
+    q = Driver()
+    batch = q.get(8)
+    q.put("1")
+    q.end(0)
+    assert batch.ids == ["1"]
+
+
+def test_a_put_after_the_end_of_an_iteration_is_an_error() -> None:
+    q = Driver()
+    q.end(0)
+    assert q.put("1").refused == "CommError"
+
+
+def test_close_lets_consumers_drain() -> None:
+    q = Driver(producers=["p", "r"])
+    q.put("1")
+    q.close()
+    assert q.put("2").refused == "ChannelClosedError"
+    q.close(by="r")
+    assert q.get().ids == ["1"]
+    assert q.get().refused == "ChannelClosedError"
+
+
+def test_close_by_one_who_is_no_member_ends_it_for_all() -> None:
+    q = Driver(capacity=1)
+    q.put("1")
+    waiting = q.put("2")
+    q.close(by="driver")
+    assert waiting.refused == "ChannelClosedError"
+    assert q.get().ids == ["1"]
+    assert q.get().refused == "ChannelClosedError"
+
+
+def test_a_dead_producer_is_named_after_what_it_put_is_drained() -> None:
+    q = Driver(producers=["p", "r"])
+    q.put("1")
+    batch = q.get(5)
+    q.die("p")
+    assert batch.ids == ["1"]
+    lost = q.get(5)
+    assert lost.refused == "PeerLostError"
+    refusal = lost.answers[0][1]
+    assert refusal is not None
+    assert refusal.peers == ("p",)
+
+
+def test_a_dead_producer_with_a_successor_is_waited_for() -> None:
+    q = Driver()
+    q.index.announce_successor("p", "p2")
+    q.die("p")
+    waiting = q.get()
+    assert waiting.waits
+    q.put("1", by="p2")
+    assert waiting.ids == ["1"]
+
+
+def test_a_producer_that_closed_before_it_died_is_not_lost() -> None:
+    q = Driver()
+    q.close()
+    q.die("p")
+    assert q.get().refused == "ChannelClosedError"
+
+
+def test_a_dead_consumers_leases_are_given_out_again_in_order_once() -> None:
+    q = Driver()
+    q.put(*map(str, range(6)))
+    first, second = q.get(2), q.get(2, by="d")
+    q.die("d")
+    q.die("c")
+    assert first.ids + second.ids == ["0", "1", "2", "3"]
+    again = q.get(6)
+    assert again.ids == ["0", "1", "2", "3", "4", "5"]
+    q.ack(again)
+    assert (q.index.num_queued, q.index.num_leased, q.index.counts.regiven) == (0, 0, 4)
+
+
+def test_an_acknowledged_item_is_dropped_and_a_late_ack_ignored() -> None:
+    q = Driver()
+    q.put("1")
+    taken = q.get()
+    q.die("c")
+    q.ack(taken)
+    again = q.get(by="d")
+    assert again.ids == ["1"]
+    memory: Any = again.answers[0][0][0].payload
+    assert memory.drops == 0
+    q.ack(again, by="d")
+    q.ack(again, by="d")
+    assert memory.drops == 1
+
+
+def test_a_doubled_id_is_dropped_within_its_iteration() -> None:
+    q = Driver()
+    q.put("1", "1", iteration=0)
+    q.put("1", iteration=1)
+    q.put("", "", iteration=0)
+    assert q.get(9, iteration=0).waits
+    assert q.index.num_queued == 4
+    assert q.index.counts.dropped == 1
+
+
+def test_a_withdrawn_request_loses_nothing() -> None:
+    q = Driver(capacity=1)
+    get = q.get()
+    q.index.cancel("c", q.last_request())
+    assert get.refused == "TimeoutError_"
+    q.put("1")
+    put = q.put("2")
+    q.index.cancel("p", q.last_request())
+    assert put.refused == "TimeoutError_"
+    taken = q.get()
+    assert taken.ids == ["1"]
+    q.ack(taken, give_back=True)
+    assert q.get().ids == ["1"]
+    assert q.put("2", wait=False).ids == []
+
+
+def test_a_dead_producers_waiting_put_may_be_put_again() -> None:
+    q = Driver(capacity=1)
+    q.put("1")
+    q.put("2")
+    q.die("p")
+    q.get()
+    assert q.put("2").ids == []
+    assert q.get().ids == ["2"]
+
+
+def test_keys_and_iterations_leave_nothing_behind() -> None:
+    q = Driver()
+    for index in range(1000):
+        q.put(str(index), key=f"k{index}", iteration=index)
+        q.ack(q.get(key=f"k{index}"))
+        q.end(index)
+    assert q.index.num_states() == 0
+    assert len(q.index._seen) == 0
+
+
+def test_a_route_puts_a_key_on_one_consumer_for_as_long_as_it_lives() -> None:
+    q = Driver(route="by_key")
+    owner = {key: q.index.members.route_of(key) for key in "abcdefgh"}
+    assert set(owner.values()) == {"c", "d"}
+    for key in owner:
+        q.put(key, key=key)
+    mine = [q.get(by="c").ids[0] for key in owner if owner[key] == "c"]
+    assert [owner[key] for key in mine] == ["c"] * len(mine)
+    assert q.get(by="c").waits
+    q.die("c")
+    rest = [q.get(by="d").ids[0] for _ in owner]
+    assert sorted(rest) == sorted(owner)
+
+
+def test_strangers_are_refused() -> None:
+    q = Driver()
+    assert q.put("1", by="x").refused == "CommError"
+    assert q.get(by="x").refused == "CommError"
+    assert q.end(0, by="x").refused == "CommError"
+
+
+def test_a_consumer_that_closes_gives_its_leases_back() -> None:
+    q = Driver()
+    q.put("1")
+    q.get()
+    q.close(by="c")
+    assert q.get(by="d").ids == ["1"]
+    q.close(by="d")
+    assert q.put("2").refused == "ChannelClosedError"
+
+
+def test_by_key_needs_someone_to_route_to() -> None:
+    with pytest.raises(ValueError, match="no consumers"):
+        ChannelIndex("q", capacity=0, producers=["p"], consumers=[], route="by_key")

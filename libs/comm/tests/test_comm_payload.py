@@ -1,0 +1,268 @@
+"""Payloads: what goes in comes out, and what is no payload is refused."""
+
+import math
+import random
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from m2flow.comm import PayloadError, _torch, decode, encode, register
+
+HEADER_BYTES = 20
+
+
+@register
+@dataclass(frozen=True)
+class Step:
+    index: int
+    fields: Mapping[str, Any]
+    parents: tuple["Step", ...] = ()
+
+
+@register
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def same(a: Any, b: Any) -> bool:
+    """Says whether two trees are equal in type and in every bit."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, np.generic):
+        return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    if isinstance(a, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return bool(_torch.to_bytes(a)[2].tobytes() == _torch.to_bytes(b)[2].tobytes())
+    if isinstance(a, float):
+        return struct.pack("<d", a) == struct.pack("<d", b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Step):
+        return same((a.index, a.fields, a.parents), (b.index, b.fields, b.parents))
+    return bool(a == b)
+
+
+def round_trip(tree: Any) -> Any:
+    return decode(encode(tree).to_bytes())
+
+
+numpy_dtypes = st.one_of(
+    hnp.boolean_dtypes(),
+    hnp.integer_dtypes(endianness="?"),
+    hnp.unsigned_integer_dtypes(endianness="?"),
+    hnp.floating_dtypes(endianness="?"),
+    hnp.complex_number_dtypes(endianness="?"),
+    hnp.datetime64_dtypes(),
+    hnp.timedelta64_dtypes(),
+    hnp.unicode_string_dtypes(min_len=1, max_len=5),
+    hnp.byte_string_dtypes(min_len=1, max_len=5),
+)
+arrays = numpy_dtypes.flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, min_side=0, max_side=4)))
+keys = st.text(max_size=5) | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text(max_size=2))
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=20)
+    | st.binary(min_size=1025, max_size=1100)
+    | arrays
+)
+trees = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
+        | st.builds(Pair, inner, inner)
+        | st.builds(Step, st.integers(), st.dictionaries(st.text(max_size=3), inner, max_size=2))
+    ),
+    max_leaves=12,
+)
+
+
+@given(trees)
+@settings(max_examples=100, deadline=None)
+def test_any_tree_round_trips(tree: Any) -> None:
+    assert same(round_trip(tree), tree)
+
+
+@given(trees, st.data())
+@settings(max_examples=100, deadline=None)
+def test_altered_or_cut_bytes_are_refused_or_decode(tree: Any, data: st.DataObject) -> None:
+    whole = bytearray(encode(tree).to_bytes())
+    if data.draw(st.booleans()):
+        del whole[data.draw(st.integers(0, len(whole) - 1)) :]
+        with pytest.raises(PayloadError):
+            decode(bytes(whole))
+        return
+    at = data.draw(st.integers(0, len(whole) - 1))
+    whole[at] ^= data.draw(st.integers(1, 255))
+    tree_end = HEADER_BYTES + struct.unpack_from("<I", encode(tree).to_bytes(), 4)[0]
+    if at >= tree_end:
+        decode(bytes(whole))  # an array's element, or padding: as valid as any other
+        return
+    with pytest.raises(PayloadError):
+        decode(bytes(whole))
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=500, deadline=None)
+def test_any_bytes_as_a_tree_are_refused_or_decode(tree: bytes) -> None:
+    try:
+        decode(crafted(tree))
+    except PayloadError:
+        return
+
+
+def test_every_torch_dtype_and_form_round_trips() -> None:
+    random_bytes = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 24 * 16, np.uint8))
+    for name in _torch.DTYPE_NAMES:
+        dtype = getattr(torch, name)
+        raw = random_bytes % 2 if dtype is torch.bool else random_bytes
+        full = raw.view(dtype).reshape(4, -1)
+        forms = [full, full[0, 0], full[:0], full.t(), full[1:3, ::2], full.clone().unsqueeze(0)]
+        for tensor in forms:
+            assert same(round_trip({"x": tensor})["x"], tensor), name
+
+
+def test_a_parameter_arrives_as_a_plain_tensor() -> None:
+    arrived = round_trip(torch.nn.Parameter(torch.ones(2)))
+    assert type(arrived) is torch.Tensor
+    assert not arrived.requires_grad
+
+
+def test_numpy_views_and_orders_round_trip() -> None:
+    base = np.arange(24, dtype=np.int16).reshape(4, 6)
+    for view in (base.T, base[::2, 1::3], np.asfortranarray(base), base[:, :0], np.array(5)):
+        assert same(round_trip(view), np.ascontiguousarray(view).reshape(view.shape))
+
+
+def test_numpy_arrays_arrive_in_place_and_read_only() -> None:
+    payload = encode(np.arange(1000)).to_bytes()
+    array = decode(payload)
+    assert np.shares_memory(array, np.frombuffer(payload, np.uint8))
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+
+
+@dataclass
+class Unregistered:
+    x: int = 0
+
+
+class Odd(np.ndarray[Any, Any]):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1, 2},
+        object(),
+        Unregistered(),
+        np.array([object()]),
+        np.zeros(2, [("a", "i4")]),
+        np.zeros(3).view(Odd),
+        torch.eye(3).to_sparse(),
+        range(3),
+        bytearray(b"x"),
+        1j,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_has_no_encoding_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(PayloadError, match="got a"):
+        encode({"a": [value]})
+
+
+def test_a_tree_that_contains_itself_is_refused() -> None:
+    tree: list[Any] = []
+    tree.append(tree)
+    with pytest.raises(PayloadError, match="nested deeper"):
+        encode(tree)
+
+
+def crafted(tree: bytes) -> bytes:
+    sizes = struct.pack("<HHIQ", 0x326D, 1, len(tree), HEADER_BYTES + len(tree))
+    return sizes + zlib.crc32(tree, zlib.crc32(sizes)).to_bytes(4, "little") + tree
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        b"l" + struct.pack("<I", 1 << 31),
+        b"m" + struct.pack("<I", 1 << 31),
+        b"B" + struct.pack("<Q", 1 << 60),
+        b"A" + bytes([2, 2]) + struct.pack("<QQ", 1 << 40, 1 << 40),
+        b"A" + bytes([2, 2]) + struct.pack("<QQ", 0, (1 << 64) - 1),
+        b"T" + bytes([2, 2]) + struct.pack("<QQ", 0, (1 << 64) - 1),
+        b"A" + bytes([0, 1]) + struct.pack("<I", 3) + b"<U0" + struct.pack("<Q", 1 << 40),
+        b"l\x01\x00\x00\x00" * 1000 + b"N",
+        b"R" + struct.pack("<I", 9) + b"os:system" + bytes(4),
+    ],
+    ids=["list", "dict", "bytes", "array", "empty array", "empty tensor", "zero-width", "deep", "foreign class"],
+)
+def test_a_lie_about_sizes_is_refused_before_memory_is_made(tree: bytes) -> None:
+    with pytest.raises(PayloadError):
+        decode(crafted(tree))
+
+
+def test_a_size_limit_is_kept() -> None:
+    payload = encode(np.zeros(1000, np.uint8)).to_bytes()
+    with pytest.raises(PayloadError, match="want 20 to 500"):
+        decode(payload, max_size_bytes=500)
+
+
+def test_a_class_with_other_fields_at_the_other_end_is_refused() -> None:
+    payload = encode(Pair(1, 2)).to_bytes()
+
+    class Pair_(NamedTuple):
+        left: Any
+        middle: Any
+
+    Pair_.__qualname__, Pair_.__module__ = Pair.__qualname__, Pair.__module__
+    register(Pair_)
+    try:
+        with pytest.raises(PayloadError, match="other fields"):
+            decode(payload)
+    finally:
+        register(Pair)
+
+
+def test_register_refuses_what_it_could_not_rebuild() -> None:
+    @dataclass(kw_only=True)
+    class ByName:
+        x: int
+
+    with pytest.raises(ValueError, match="kw_only"):
+        register(ByName)
+    with pytest.raises(ValueError, match="want a dataclass"):
+        register(int)
+
+
+def test_writing_into_used_memory_leaves_nothing_of_it() -> None:
+    rng = random.Random(0)
+    for _ in range(20):
+        tree = [np.full(rng.randrange(200), 7, np.uint8) for _ in range(3)]
+        encoded = encode(tree)
+        dirty = np.full(encoded.size_bytes, 255, np.uint8)
+        encoded.write_into(dirty)
+        assert dirty.tobytes() == encode(tree).to_bytes()
+        assert math.ceil(encoded.size_bytes) == dirty.size

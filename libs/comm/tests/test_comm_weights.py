@@ -1,0 +1,89 @@
+"""Weights: staged once, read in place, checked, and kept for as long as a reader holds them."""
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from m2flow.comm import PayloadError, RemoteError
+from m2flow.comm.weights import WeightReader, digest
+
+
+def test_a_version_is_read_in_place(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    weights = {
+        "a": torch.randn(300, 7),
+        "b": torch.randn(5).to(torch.bfloat16),
+        "c": np.arange(4),
+        "d": torch.tensor(2.0),
+    }
+    staged = trainer.stage_weights("policy", 1, weights)
+    assert staged.nbytes >= 300 * 7 * 4
+    fetched = rollout.fetch_weights("trainer", "policy", 1)
+    assert list(fetched) == list(weights)
+    for name, value in weights.items():
+        assert fetched[name].dtype == value.dtype
+        assert (fetched[name] == value).all()
+
+
+def test_many_readers_share_one_copy(make_endpoint: Any) -> None:
+    trainer = make_endpoint("trainer")
+    trainer.stage_weights("policy", 1, {"a": np.ones(1 << 18)})
+    fetched = [make_endpoint(f"r{rank}").fetch_weights("trainer", "policy", 1) for rank in range(3)]
+    assert all(version["a"].sum() == 1 << 18 for version in fetched)
+    assert trainer._fabric.pool.size_bytes < 3 << 20
+
+
+def test_a_held_version_stays_as_it_is_and_memory_is_used_again(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    trainer.stage_weights("policy", 0, {"a": np.zeros(1 << 18)})
+    kept = rollout.fetch_weights("trainer", "policy", 0)["a"]
+    for version in range(1, 12):
+        trainer.stage_weights("policy", version, {"a": np.full(1 << 18, version)})
+        assert rollout.fetch_weights("trainer", "policy", version)["a"][0] == version
+        time.sleep(0.01)
+    assert kept.max() == 0
+    assert trainer._fabric.pool.size_bytes < 10 << 20
+
+
+def test_a_fetch_waits_until_the_version_is_staged(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    timer = threading.Timer(0.1, lambda: trainer.stage_weights("policy", 3, {"a": np.ones(2)}))
+    timer.start()
+    assert rollout.fetch_weights("trainer", "policy", 3, timeout_s=5)["a"].sum() == 2
+
+
+def test_old_and_unknown_versions_are_refused(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    for version in (1, 2, 3):
+        trainer.stage_weights("policy", version, {"a": np.ones(2)})
+    with pytest.raises(RemoteError, match=r"version 1 are withdrawn, want one of \[2, 3\]"):
+        rollout.fetch_weights("trainer", "policy", 1)
+    with pytest.raises(ValueError, match="got version 3, want more than the staged 3"):
+        trainer.stage_weights("policy", 3, {"a": np.ones(2)})
+    trainer.release_weights("policy", 2)
+    with pytest.raises(ValueError, match="version 2 are not staged"):
+        trainer.release_weights("policy", 2)
+    with pytest.raises(PayloadError, match="arrays and tensors only"):
+        trainer.stage_weights("policy", 4, {"a": "text"})
+
+
+def test_a_wrong_digest_is_named_the_first_time_and_sampled_later() -> None:
+    good = {f"t{index}": np.full(3, index) for index in range(16)}
+    digests = {name: digest(value) for name, value in good.items()}
+    reader = WeightReader()
+    altered = {**good, "t5": np.full(3, 6)}
+    with pytest.raises(PayloadError, match="'policy' version 1 from 'trainer': 't5' has another digest"):
+        reader.check("trainer", "policy", 1, {"weights": altered, "digests": digests})
+    reader.check("trainer", "policy", 1, {"weights": good, "digests": digests})
+    found = 0
+    for version in range(2, 10):
+        try:
+            reader.check("trainer", "policy", version, {"weights": altered, "digests": digests})
+        except PayloadError:
+            found += 1
+            reader._num_fetched["trainer", "policy"] += 1
+    assert found == 1

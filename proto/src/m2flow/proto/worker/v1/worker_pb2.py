@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#m2flow/proto/worker/v1/worker.proto\x12\x16m2flow.proto.worker.v1\"\xcf\x01\n\x06\x44\x65vice\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\r\n\x05index\x18\x04 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x04\x12:\n\x06labels\x18\x06 \x03(\x0b\x32*.m2flow.proto.worker.v1.Device.LabelsEntry\x12\r\n\x05\x63ores\x18\x07 \x03(\r\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"V\n\x04Node\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12/\n\x07\x64\x65vices\x18\x03 \x03(\x0b\x32\x1e.m2flow.proto.worker.v1.Device\"A\n\tPlacement\x12\x34\n\x05ranks\x18\x01 \x03(\x0b\x32%.m2flow.proto.worker.v1.RankPlacement\"#\n\rRankPlacement\x12\x12\n\ndevice_ids\x18\x01 \x03(\r\"\xa9\x02\n\x0eSessionRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x35\n\x05hello\x18\x02 \x01(\x0b\x32$.m2flow.proto.worker.v1.SessionHelloH\x00\x12\x34\n\x05start\x18\x03 \x01(\x0b\x32#.m2flow.proto.worker.v1.StartWorkerH\x00\x12,\n\x04\x63\x61ll\x18\x04 \x01(\x0b\x32\x1c.m2flow.proto.worker.v1.CallH\x00\x12\x34\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\".m2flow.proto.worker.v1.CancelCallH\x00\x12\x32\n\x04stop\x18\x06 \x01(\x0b\x32\".m2flow.proto.worker.v1.StopWorkerH\x00\x42\x06\n\x04kind\"<\n\x0cSessionHello\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xb1\x02\n\x0bStartWorker\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0e\n\x06target\x18\x04 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x05 \x01(\x0c\x12/\n\x07\x64\x65vices\x18\x06 \x03(\x0b\x32\x1e.m2flow.proto.worker.v1.Device\x12I\n\x0b\x65nvironment\x18\x07 \x03(\x0b\x32\x34.m2flow.proto.worker.v1.StartWorker.EnvironmentEntry\x12\x10\n\x08\x65ndpoint\x18\x08 \x01(\t\x12\x0f\n\x07process\x18\t \x01(\t\x1a\x32\n\x10\x45nvironmentEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"X\n\x04\x43\x61ll\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x10\n\x08\x61ttached\x18\x03 \x01(\t\x12\x0e\n\x06method\x18\x04 \x01(\t\x12\x11\n\targuments\x18\x05 \x01(\x0c\"\x1d\n\nCancelCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\":\n\nStopWorker\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07grace_s\x18\x03 \x01(\x01\"\xe4\x02\n\x0fSessionResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x35\n\x05hello\x18\x02 \x01(\x0b\x32$.m2flow.proto.worker.v1.SessionHelloH\x00\x12\x32\n\x07started\x18\x03 \x01(\x0b\x32\x1f.m2flow.proto.worker.v1.StartedH\x00\x12\x34\n\x06result\x18\x04 \x01(\x0b\x32\".m2flow.proto.worker.v1.CallResultH\x00\x12\x38\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32%.m2flow.proto.worker.v1.FailureReportH\x00\x12.\n\x03log\x18\x06 \x01(\x0b\x32\x1f.m2flow.proto.worker.v1.LogLineH\x00\x12\x32\n\x07stopped\x18\x07 \x01(\x0b\x32\x1f.m2flow.proto.worker.v1.StoppedH\x00\x42\x06\n\x04kind\"\x16\n\x07Started\x12\x0b\n\x03pid\x18\x01 \x01(\r\"\x9b\x01\n\nCallResult\x12\r\n\x05value\x18\x01 \x01(\x0c\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12>\n\x06timers\x18\x03 \x03(\x0b\x32..m2flow.proto.worker.v1.CallResult.TimersEntry\x1a-\n\x0bTimersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x1c\n\x07Stopped\x12\x11\n\texit_code\x18\x01 \x01(\x05\"4\n\x07LogLine\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\"\xb1\x01\n\rFailureReport\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\r\n\x05phase\x18\x05 \x01(\t\x12\r\n\x05\x63\x61use\x18\x06 \x01(\t\x12\x11\n\ttraceback\x18\x07 \x01(\t\x12\x16\n\x0elast_log_lines\x18\x08 \x03(\t\x12\x0e\n\x06time_s\x18\t \x01(\x01\x12\x0f\n\x07\x63\x61ll_id\x18\n \x01(\x04\x32o\n\rWorkerService\x12^\n\x07Session\x12&.m2flow.proto.worker.v1.SessionRequest\x1a\'.m2flow.proto.worker.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#m2flow/proto/worker/v1/worker.proto\x12\x16m2flow.proto.worker.v1\"\xcf\x01\n\x06\x44\x65vice\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\r\n\x05index\x18\x04 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x04\x12:\n\x06labels\x18\x06 \x03(\x0b\x32*.m2flow.proto.worker.v1.Device.LabelsEntry\x12\r\n\x05\x63ores\x18\x07 \x03(\r\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"V\n\x04Node\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12/\n\x07\x64\x65vices\x18\x03 \x03(\x0b\x32\x1e.m2flow.proto.worker.v1.Device\"A\n\tPlacement\x12\x34\n\x05ranks\x18\x01 \x03(\x0b\x32%.m2flow.proto.worker.v1.RankPlacement\"#\n\rRankPlacement\x12\x12\n\ndevice_ids\x18\x01 \x03(\r\"\x8f\x03\n\x0eSessionRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x35\n\x05hello\x18\x02 \x01(\x0b\x32$.m2flow.proto.worker.v1.SessionHelloH\x00\x12\x34\n\x05start\x18\x03 \x01(\x0b\x32#.m2flow.proto.worker.v1.StartWorkerH\x00\x12,\n\x04\x63\x61ll\x18\x04 \x01(\x0b\x32\x1c.m2flow.proto.worker.v1.CallH\x00\x12\x34\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\".m2flow.proto.worker.v1.CancelCallH\x00\x12\x32\n\x04stop\x18\x06 \x01(\x0b\x32\".m2flow.proto.worker.v1.StopWorkerH\x00\x12\x30\n\x06\x61ttach\x18\x07 \x01(\x0b\x32\x1e.m2flow.proto.worker.v1.AttachH\x00\x12\x32\n\x04kill\x18\x08 \x01(\x0b\x32\".m2flow.proto.worker.v1.KillWorkerH\x00\x42\x06\n\x04kind\"<\n\x0cSessionHello\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xd3\x02\n\x0bStartWorker\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0e\n\x06target\x18\x04 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x05 \x01(\x0c\x12/\n\x07\x64\x65vices\x18\x06 \x03(\x0b\x32\x1e.m2flow.proto.worker.v1.Device\x12I\n\x0b\x65nvironment\x18\x07 \x03(\x0b\x32\x34.m2flow.proto.worker.v1.StartWorker.EnvironmentEntry\x12\x10\n\x08\x65ndpoint\x18\x08 \x01(\t\x12\x0f\n\x07process\x18\t \x01(\t\x12\x0f\n\x07run_dir\x18\n \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x0b \x01(\r\x1a\x32\n\x10\x45nvironmentEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"Y\n\x04\x43\x61ll\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x10\n\x08\x61ttached\x18\x03 \x01(\t\x12\x0e\n\x06method\x18\x04 \x01(\t\x12\x11\n\targuments\x18\x05 \x01(\x0c\"W\n\x06\x41ttach\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0e\n\x06target\x18\x04 \x01(\t\x12\x11\n\targuments\x18\x05 \x01(\x0c\";\n\nCancelCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\r\n\x05group\x18\x02 \x01(\t\x12\r\n\x05ranks\x18\x03 \x03(\r\":\n\nStopWorker\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07grace_s\x18\x03 \x01(\x01\")\n\nKillWorker\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\"\xe6\x02\n\x0fSessionResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x35\n\x05hello\x18\x02 \x01(\x0b\x32$.m2flow.proto.worker.v1.SessionHelloH\x00\x12\x32\n\x07started\x18\x03 \x01(\x0b\x32\x1f.m2flow.proto.worker.v1.StartedH\x00\x12\x36\n\x07results\x18\x04 \x01(\x0b\x32#.m2flow.proto.worker.v1.CallResultsH\x00\x12\x38\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32%.m2flow.proto.worker.v1.FailureReportH\x00\x12.\n\x03log\x18\x06 \x01(\x0b\x32\x1f.m2flow.proto.worker.v1.LogLineH\x00\x12\x32\n\x07stopped\x18\x07 \x01(\x0b\x32\x1f.m2flow.proto.worker.v1.StoppedH\x00\x42\x06\n\x04kind\"3\n\x07Started\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\"B\n\x0b\x43\x61llResults\x12\x33\n\x07results\x18\x01 \x03(\x0b\x32\".m2flow.proto.worker.v1.CallResult\"\xba\x01\n\nCallResult\x12\r\n\x05value\x18\x01 \x01(\x0c\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12>\n\x06timers\x18\x03 \x03(\x0b\x32..m2flow.proto.worker.v1.CallResult.TimersEntry\x12\x0f\n\x07\x63\x61ll_id\x18\x04 \x01(\x04\x12\x0c\n\x04rank\x18\x05 \x01(\r\x1a-\n\x0bTimersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"9\n\x07Stopped\x12\x11\n\texit_code\x18\x01 \x01(\x05\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\"4\n\x07LogLine\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\"\xb4\x01\n\rFailureReport\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\r\n\x05phase\x18\x05 \x01(\t\x12\r\n\x05\x63\x61use\x18\x06 \x01(\t\x12\x11\n\ttraceback\x18\x07 \x01(\t\x12\x0e\n\x06time_s\x18\t \x01(\x01\x12\x0f\n\x07\x63\x61ll_id\x18\n \x01(\x04\x12\x13\n\x0b\x63onsequence\x18\x0b \x01(\x08J\x04\x08\x08\x10\t2o\n\rWorkerService\x12^\n\x07Session\x12&.m2flow.proto.worker.v1.SessionRequest\x1a\'.m2flow.proto.worker.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,33 +48,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RANKPLACEMENT']._serialized_start=428
   _globals['_RANKPLACEMENT']._serialized_end=463
   _globals['_SESSIONREQUEST']._serialized_start=466
-  _globals['_SESSIONREQUEST']._serialized_end=763
-  _globals['_SESSIONHELLO']._serialized_start=765
-  _globals['_SESSIONHELLO']._serialized_end=825
-  _globals['_STARTWORKER']._serialized_start=828
-  _globals['_STARTWORKER']._serialized_end=1133
-  _globals['_STARTWORKER_ENVIRONMENTENTRY']._serialized_start=1083
-  _globals['_STARTWORKER_ENVIRONMENTENTRY']._serialized_end=1133
-  _globals['_CALL']._serialized_start=1135
-  _globals['_CALL']._serialized_end=1223
-  _globals['_CANCELCALL']._serialized_start=1225
-  _globals['_CANCELCALL']._serialized_end=1254
-  _globals['_STOPWORKER']._serialized_start=1256
-  _globals['_STOPWORKER']._serialized_end=1314
-  _globals['_SESSIONRESPONSE']._serialized_start=1317
-  _globals['_SESSIONRESPONSE']._serialized_end=1673
-  _globals['_STARTED']._serialized_start=1675
-  _globals['_STARTED']._serialized_end=1697
-  _globals['_CALLRESULT']._serialized_start=1700
-  _globals['_CALLRESULT']._serialized_end=1855
-  _globals['_CALLRESULT_TIMERSENTRY']._serialized_start=1810
-  _globals['_CALLRESULT_TIMERSENTRY']._serialized_end=1855
-  _globals['_STOPPED']._serialized_start=1857
-  _globals['_STOPPED']._serialized_end=1885
-  _globals['_LOGLINE']._serialized_start=1887
-  _globals['_LOGLINE']._serialized_end=1939
-  _globals['_FAILUREREPORT']._serialized_start=1942
-  _globals['_FAILUREREPORT']._serialized_end=2119
-  _globals['_WORKERSERVICE']._serialized_start=2121
-  _globals['_WORKERSERVICE']._serialized_end=2232
+  _globals['_SESSIONREQUEST']._serialized_end=865
+  _globals['_SESSIONHELLO']._serialized_start=867
+  _globals['_SESSIONHELLO']._serialized_end=927
+  _globals['_STARTWORKER']._serialized_start=930
+  _globals['_STARTWORKER']._serialized_end=1269
+  _globals['_STARTWORKER_ENVIRONMENTENTRY']._serialized_start=1219
+  _globals['_STARTWORKER_ENVIRONMENTENTRY']._serialized_end=1269
+  _globals['_CALL']._serialized_start=1271
+  _globals['_CALL']._serialized_end=1360
+  _globals['_ATTACH']._serialized_start=1362
+  _globals['_ATTACH']._serialized_end=1449
+  _globals['_CANCELCALL']._serialized_start=1451
+  _globals['_CANCELCALL']._serialized_end=1510
+  _globals['_STOPWORKER']._serialized_start=1512
+  _globals['_STOPWORKER']._serialized_end=1570
+  _globals['_KILLWORKER']._serialized_start=1572
+  _globals['_KILLWORKER']._serialized_end=1613
+  _globals['_SESSIONRESPONSE']._serialized_start=1616
+  _globals['_SESSIONRESPONSE']._serialized_end=1974
+  _globals['_STARTED']._serialized_start=1976
+  _globals['_STARTED']._serialized_end=2027
+  _globals['_CALLRESULTS']._serialized_start=2029
+  _globals['_CALLRESULTS']._serialized_end=2095
+  _globals['_CALLRESULT']._serialized_start=2098
+  _globals['_CALLRESULT']._serialized_end=2284
+  _globals['_CALLRESULT_TIMERSENTRY']._serialized_start=2239
+  _globals['_CALLRESULT_TIMERSENTRY']._serialized_end=2284
+  _globals['_STOPPED']._serialized_start=2286
+  _globals['_STOPPED']._serialized_end=2343
+  _globals['_LOGLINE']._serialized_start=2345
+  _globals['_LOGLINE']._serialized_end=2397
+  _globals['_FAILUREREPORT']._serialized_start=2400
+  _globals['_FAILUREREPORT']._serialized_end=2580
+  _globals['_WORKERSERVICE']._serialized_start=2582
+  _globals['_WORKERSERVICE']._serialized_end=2693
 # @@protoc_insertion_point(module_scope)

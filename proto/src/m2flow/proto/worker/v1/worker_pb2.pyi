@@ -54,20 +54,24 @@ class RankPlacement(_message.Message):
     def __init__(self, device_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("id", "hello", "start", "call", "cancel", "stop")
+    __slots__ = ("id", "hello", "start", "call", "cancel", "stop", "attach", "kill")
     ID_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    KILL_FIELD_NUMBER: _ClassVar[int]
     id: int
     hello: SessionHello
     start: StartWorker
     call: Call
     cancel: CancelCall
     stop: StopWorker
-    def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[SessionHello, _Mapping]] = ..., start: _Optional[_Union[StartWorker, _Mapping]] = ..., call: _Optional[_Union[Call, _Mapping]] = ..., cancel: _Optional[_Union[CancelCall, _Mapping]] = ..., stop: _Optional[_Union[StopWorker, _Mapping]] = ...) -> None: ...
+    attach: Attach
+    kill: KillWorker
+    def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[SessionHello, _Mapping]] = ..., start: _Optional[_Union[StartWorker, _Mapping]] = ..., call: _Optional[_Union[Call, _Mapping]] = ..., cancel: _Optional[_Union[CancelCall, _Mapping]] = ..., stop: _Optional[_Union[StopWorker, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., kill: _Optional[_Union[KillWorker, _Mapping]] = ...) -> None: ...
 
 class SessionHello(_message.Message):
     __slots__ = ("version", "token", "name")
@@ -80,7 +84,7 @@ class SessionHello(_message.Message):
     def __init__(self, version: _Optional[str] = ..., token: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class StartWorker(_message.Message):
-    __slots__ = ("group", "rank", "world_size", "target", "config", "devices", "environment", "endpoint", "process")
+    __slots__ = ("group", "rank", "world_size", "target", "config", "devices", "environment", "endpoint", "process", "run_dir", "attempt")
     class EnvironmentEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +101,8 @@ class StartWorker(_message.Message):
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    RUN_DIR_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     group: str
     rank: int
     world_size: int
@@ -106,27 +112,47 @@ class StartWorker(_message.Message):
     environment: _containers.ScalarMap[str, str]
     endpoint: str
     process: str
-    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., target: _Optional[str] = ..., config: _Optional[bytes] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., environment: _Optional[_Mapping[str, str]] = ..., endpoint: _Optional[str] = ..., process: _Optional[str] = ...) -> None: ...
+    run_dir: str
+    attempt: int
+    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., target: _Optional[str] = ..., config: _Optional[bytes] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., environment: _Optional[_Mapping[str, str]] = ..., endpoint: _Optional[str] = ..., process: _Optional[str] = ..., run_dir: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("group", "rank", "attached", "method", "arguments")
+    __slots__ = ("group", "ranks", "attached", "method", "arguments")
     GROUP_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
     group: str
-    rank: int
+    ranks: _containers.RepeatedScalarFieldContainer[int]
     attached: str
     method: str
     arguments: bytes
-    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., attached: _Optional[str] = ..., method: _Optional[str] = ..., arguments: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, group: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., attached: _Optional[str] = ..., method: _Optional[str] = ..., arguments: _Optional[bytes] = ...) -> None: ...
+
+class Attach(_message.Message):
+    __slots__ = ("group", "ranks", "name", "target", "arguments")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    name: str
+    target: str
+    arguments: bytes
+    def __init__(self, group: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., name: _Optional[str] = ..., target: _Optional[str] = ..., arguments: _Optional[bytes] = ...) -> None: ...
 
 class CancelCall(_message.Message):
-    __slots__ = ("call_id",)
+    __slots__ = ("call_id", "group", "ranks")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     call_id: int
-    def __init__(self, call_id: _Optional[int] = ...) -> None: ...
+    group: str
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, call_id: _Optional[int] = ..., group: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StopWorker(_message.Message):
     __slots__ = ("group", "rank", "grace_s")
@@ -138,32 +164,50 @@ class StopWorker(_message.Message):
     grace_s: float
     def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., grace_s: _Optional[float] = ...) -> None: ...
 
+class KillWorker(_message.Message):
+    __slots__ = ("group", "rank")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    rank: int
+    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+
 class SessionResponse(_message.Message):
-    __slots__ = ("id", "hello", "started", "result", "failure", "log", "stopped")
+    __slots__ = ("id", "hello", "started", "results", "failure", "log", "stopped")
     ID_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
-    RESULT_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
     STOPPED_FIELD_NUMBER: _ClassVar[int]
     id: int
     hello: SessionHello
     started: Started
-    result: CallResult
+    results: CallResults
     failure: FailureReport
     log: LogLine
     stopped: Stopped
-    def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[SessionHello, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., result: _Optional[_Union[CallResult, _Mapping]] = ..., failure: _Optional[_Union[FailureReport, _Mapping]] = ..., log: _Optional[_Union[LogLine, _Mapping]] = ..., stopped: _Optional[_Union[Stopped, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[SessionHello, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., results: _Optional[_Union[CallResults, _Mapping]] = ..., failure: _Optional[_Union[FailureReport, _Mapping]] = ..., log: _Optional[_Union[LogLine, _Mapping]] = ..., stopped: _Optional[_Union[Stopped, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("pid",)
+    __slots__ = ("pid", "group", "rank")
     PID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     pid: int
-    def __init__(self, pid: _Optional[int] = ...) -> None: ...
+    group: str
+    rank: int
+    def __init__(self, pid: _Optional[int] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class CallResults(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[CallResult]
+    def __init__(self, results: _Optional[_Iterable[_Union[CallResult, _Mapping]]] = ...) -> None: ...
 
 class CallResult(_message.Message):
-    __slots__ = ("value", "seconds", "timers")
+    __slots__ = ("value", "seconds", "timers", "call_id", "rank")
     class TimersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -174,16 +218,24 @@ class CallResult(_message.Message):
     VALUE_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     TIMERS_FIELD_NUMBER: _ClassVar[int]
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     value: bytes
     seconds: float
     timers: _containers.ScalarMap[str, float]
-    def __init__(self, value: _Optional[bytes] = ..., seconds: _Optional[float] = ..., timers: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    call_id: int
+    rank: int
+    def __init__(self, value: _Optional[bytes] = ..., seconds: _Optional[float] = ..., timers: _Optional[_Mapping[str, float]] = ..., call_id: _Optional[int] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Stopped(_message.Message):
-    __slots__ = ("exit_code",)
+    __slots__ = ("exit_code", "group", "rank")
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     exit_code: int
-    def __init__(self, exit_code: _Optional[int] = ...) -> None: ...
+    group: str
+    rank: int
+    def __init__(self, exit_code: _Optional[int] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class LogLine(_message.Message):
     __slots__ = ("group", "rank", "text")
@@ -196,7 +248,7 @@ class LogLine(_message.Message):
     def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class FailureReport(_message.Message):
-    __slots__ = ("group", "rank", "host", "pid", "phase", "cause", "traceback", "last_log_lines", "time_s", "call_id")
+    __slots__ = ("group", "rank", "host", "pid", "phase", "cause", "traceback", "time_s", "call_id", "consequence")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -204,9 +256,9 @@ class FailureReport(_message.Message):
     PHASE_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     TRACEBACK_FIELD_NUMBER: _ClassVar[int]
-    LAST_LOG_LINES_FIELD_NUMBER: _ClassVar[int]
     TIME_S_FIELD_NUMBER: _ClassVar[int]
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    CONSEQUENCE_FIELD_NUMBER: _ClassVar[int]
     group: str
     rank: int
     host: str
@@ -214,7 +266,7 @@ class FailureReport(_message.Message):
     phase: str
     cause: str
     traceback: str
-    last_log_lines: _containers.RepeatedScalarFieldContainer[str]
     time_s: float
     call_id: int
-    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., phase: _Optional[str] = ..., cause: _Optional[str] = ..., traceback: _Optional[str] = ..., last_log_lines: _Optional[_Iterable[str]] = ..., time_s: _Optional[float] = ..., call_id: _Optional[int] = ...) -> None: ...
+    consequence: bool
+    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., phase: _Optional[str] = ..., cause: _Optional[str] = ..., traceback: _Optional[str] = ..., time_s: _Optional[float] = ..., call_id: _Optional[int] = ..., consequence: bool = ...) -> None: ...

@@ -1,0 +1,65 @@
+"""The processes that a person starts by hand, and those that this package starts.
+
+serve   waits to be joined by a driver, as `launch_run(agents={node: AgentAddress(address, token)})`
+reward  serves a reward function as `m2flow.proto.algos.v1.RewardService`
+agent   a launcher's agent; it reads what it needs from standard input
+tasks   a reward pool's template
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from m2flow.worker._tasks import run_tasks
+from m2flow.worker.launchers._entry import run_agent
+from m2flow.worker.target import resolve_target
+
+_TOKEN = "M2FLOW_TOKEN"
+
+
+def main(arguments: list[str]) -> None:
+    """Becomes the process that the arguments name. Blocks until it ends."""
+    options = _parser().parse_args(arguments)
+    if options.command == "agent":
+        run_agent()
+    elif options.command == "tasks":
+        run_tasks(options.target, options.num_processes)
+    elif options.command == "reward":
+        # By name, because an agent must not have gRPC before its fork.
+        resolve_target("m2flow.worker.reward_service:serve")(options.target, options.address, options.num_processes)
+    else:
+        resolve_target("m2flow.worker.launchers.serve:serve")(
+            options.target, options.address, _token(options.token_file)
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m m2flow.worker", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve")
+    serve.add_argument("target", help="the worker's class, as module:Class")
+    serve.add_argument("--address", required=True, help="where to wait, as HOST:PORT; port 0 takes a free one")
+    serve.add_argument("--token-file", type=Path, help=f"holds the secret that a driver must know; else ${_TOKEN}")
+    reward = commands.add_parser("reward")
+    reward.add_argument("target", help="the function, as module:function")
+    reward.add_argument("--address", required=True, help="where to serve, as HOST:PORT; port 0 takes a free one")
+    reward.add_argument("--num-processes", type=int, default=os.cpu_count() or 1)
+    commands.add_parser("agent")
+    tasks = commands.add_parser("tasks")
+    tasks.add_argument("target")
+    tasks.add_argument("num_processes", type=int)
+    return parser
+
+
+def _token(file: Path | None) -> str:
+    token = file.read_text().strip() if file is not None else os.environ.get(_TOKEN, "")
+    if not token:
+        sys.exit(f"serve: got no token, want one in --token-file or ${_TOKEN}: whoever knows it may run the class here")
+    return token
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

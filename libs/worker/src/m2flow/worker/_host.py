@@ -1,0 +1,213 @@
+"""One rank: it builds the worker, runs its calls one at a time, and keeps the objects that live beside it.
+
+A *lane* is a queue of jobs and the one thread that runs them: the worker's own lane is the thread that calls `run`,
+the process's main thread where the process holds one rank; every attached object has a lane of its own.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from m2flow.comm import Endpoint, decode, encode
+from m2flow.proto.worker.v1 import worker_pb2 as pb
+from m2flow.worker._cause import cause_of, is_consequence, traceback_of
+from m2flow.worker._wire import device_from_proto, failure_report
+from m2flow.worker.context import WorkerContext
+from m2flow.worker.target import resolve_target
+
+Report = Callable[[pb.SessionResponse], None]
+
+
+@dataclass
+class _Job:
+    call_id: int
+    phase: str
+    run: Callable[[], Any]
+    cancelled: bool = False
+    answer: "Future[pb.SessionResponse]" = field(default_factory=Future)
+
+
+class _Lane:
+    """A queue of jobs; `run` takes them until `stop`."""
+
+    def __init__(self, context: WorkerContext, guard: AbstractContextManager[Any]) -> None:
+        self._context = context
+        self._guard = guard
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._pending: dict[int, _Job] = {}
+        self.phase = "idle"
+
+    def submit(self, job: _Job) -> "Future[pb.SessionResponse]":
+        self._pending[job.call_id] = job
+        self._jobs.put(job)
+        return job.answer
+
+    def cancel(self, call_id: int) -> None:
+        if (job := self._pending.get(call_id)) is not None:
+            job.cancelled = True
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+
+    def run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            del self._pending[job.call_id]
+            if job.cancelled:
+                job.answer.set_result(pb.SessionResponse(id=job.call_id))
+                continue
+            self.phase = job.phase
+            answer = self._answer(job)
+            self.phase = "idle"
+            job.answer.set_result(answer)
+
+    def _answer(self, job: _Job) -> pb.SessionResponse:
+        context = self._context
+        context.take_timers()
+        start = time.perf_counter()
+        try:
+            with self._guard:
+                value = job.run()
+            seconds = time.perf_counter() - start
+            result = pb.CallResult(
+                value=encode(value).to_bytes(),
+                seconds=seconds,
+                timers=context.take_timers(),
+                call_id=job.call_id,
+                rank=context.rank,
+            )
+        except BaseException as failure:
+            return failure_of(failure, context.group, context.rank, job.phase, job.call_id)
+        return pb.SessionResponse(id=job.call_id, results=pb.CallResults(results=[result]))
+
+
+class RankHost:
+    """One rank of a group, in this process.
+
+    `report` hears that it is up, or why it is not. `handle` takes what an agent passes on to it.
+    """
+
+    def __init__(self, order: pb.StartWorker, endpoint: Endpoint, report: Report) -> None:
+        self._order = order
+        self._report = report
+        self.context = WorkerContext(
+            group=order.group,
+            rank=order.rank,
+            world_size=order.world_size,
+            devices=tuple(device_from_proto(device) for device in order.devices),
+            endpoint=endpoint,
+            run_dir=Path(order.run_dir),
+            attempt=order.attempt,
+        )
+        self._lane = _Lane(self.context, self.context.turn)
+        self._lanes: dict[str, _Lane] = {"": self._lane}
+        self._objects: dict[str, Any] = {}
+        self._seen: set[int] = set()
+        self._threads: list[threading.Thread] = []
+
+    def run(self) -> bool:
+        """Builds the worker and runs its calls until it is stopped; False where it could not be built. Blocks."""
+        order = self._order
+        try:
+            cls = resolve_target(order.target)
+            worker = cls(decode(order.config))
+            worker.context = self.context
+            _match_torch_threads(self.context)
+            worker.setup()
+        except BaseException as failure:
+            self._report(failure_of(failure, order.group, order.rank, "start", 0))
+            return False
+        self._objects[""] = worker
+        self._report(
+            pb.SessionResponse(started=pb.Started(pid=os.getpid(), group=order.group, rank=order.rank)),
+        )
+        self._lane.run()
+        for lane in self._lanes.values():
+            lane.stop()
+        return True
+
+    def handle(self, request: pb.SessionRequest) -> "Future[pb.SessionResponse]":
+        """Queues a call or an attachment, gives one up, or asks for the end. Does not block; never raises.
+
+        What was asked before, by its id, is not done twice: a driver repeats what may have been lost with an earlier
+        process of this rank.
+        """
+        kind = request.WhichOneof("kind")
+        if kind == "call" and self._is_new(request.id, request.call.attached):
+            return self._call(request.id, request.call)
+        if kind == "attach" and self._is_new(request.id, ""):
+            return self._attach(request.id, request.attach)
+        if kind == "cancel":
+            for lane in self._lanes.values():
+                lane.cancel(request.cancel.call_id)
+        elif kind == "stop":
+            self._lane.stop()
+        done: Future[pb.SessionResponse] = Future()
+        done.set_result(pb.SessionResponse(id=request.id))
+        return done
+
+    def busy_with(self) -> list[str]:
+        """The phases of its lanes that run something now."""
+        return [lane.phase for lane in self._lanes.values() if lane.phase != "idle"]
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the threads of attached objects."""
+        end = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _is_new(self, call_id: int, attached: str) -> bool:
+        if call_id in self._seen or attached not in self._lanes:
+            return False
+        self._seen.add(call_id)
+        return True
+
+    def _call(self, call_id: int, call: pb.Call) -> "Future[pb.SessionResponse]":
+        phase = f"{call.attached}.{call.method}" if call.attached else call.method
+
+        def run() -> Any:
+            return getattr(self._objects[call.attached], call.method)(*decode(call.arguments))
+
+        return self._lanes[call.attached].submit(_Job(call_id, phase, run))
+
+    def _attach(self, call_id: int, attach: pb.Attach) -> "Future[pb.SessionResponse]":
+        lane = self._lanes[attach.name] = _Lane(self.context, nullcontext())
+
+        def run() -> None:
+            build = resolve_target(attach.target)
+            self._objects[attach.name] = build(self._objects[""], self.context, *decode(attach.arguments))
+
+        name = f"{self.context.group}.{self.context.rank}:{attach.name}"
+        thread = threading.Thread(target=lane.run, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        return lane.submit(_Job(call_id, f"{attach.name}.start", run))
+
+
+def failure_of(failure: BaseException, group: str, rank: int, phase: str, call_id: int) -> pb.SessionResponse:
+    """The report of an exception in a rank."""
+    return failure_report(
+        group,
+        rank,
+        pid=os.getpid(),
+        phase=phase,
+        cause=cause_of(failure),
+        traceback=traceback_of(failure),
+        call_id=call_id,
+        consequence=is_consequence(failure),
+    )
+
+
+def _match_torch_threads(context: WorkerContext) -> None:
+    # Only where the worker's own module has brought torch in: nothing here imports it.
+    torch = sys.modules.get("torch")
+    num_cores = sum(len(device.cores) for device in context.devices)
+    if torch is not None and num_cores:
+        torch.set_num_threads(num_cores)

@@ -1,0 +1,150 @@
+"""The agent of one node, without its transport: it starts ranks, passes calls on to them, and explains their ends."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+from m2flow.proto.worker.v1 import worker_pb2 as pb
+from m2flow.worker._cause import exit_in_words
+from m2flow.worker._wire import failure_report
+
+RankKey = tuple[str, int]
+Emit = Callable[[pb.SessionResponse], None]
+
+
+class Ranks(Protocol):
+    """What holds the ranks of a node: threads of this process, or processes.
+
+    Whoever implements it reports by the `emit` that it was built with: `Started`, a failure, log lines, and `Stopped`
+    with the exit code when a rank has ended, however it ended. A failure of no group says that all ranks have gone.
+    """
+
+    def start(self, order: pb.StartWorker) -> None:
+        """Begins to start a rank. Does not block."""
+
+    def ask(self, key: RankKey, request: pb.SessionRequest) -> "Future[pb.SessionResponse]":
+        """Passes a request on to a rank. Does not block; a rank that has gone fails the future."""
+
+    def stop(self, key: RankKey, grace_s: float) -> None:
+        """Asks a rank to end, and ends it after the grace. Does not block."""
+
+    def kill(self, key: RankKey) -> None:
+        """Kills a rank as an accident would; RefusedError where that cannot be."""
+
+    def close(self) -> None:
+        """Ends all ranks. Blocks until they have ended."""
+
+
+class _Rank:
+    """What the agent knows of a rank."""
+
+    def __init__(self) -> None:
+        self.pid = 0
+        self.stopping = False
+        self.gone = False
+        self.failed = False
+
+
+class NodeAgent:
+    """Serves one driver. `emit` may be called from any thread."""
+
+    def __init__(self, make_ranks: Callable[[Emit], Ranks], emit: Emit) -> None:
+        self._emit = emit
+        self._mutex = threading.RLock()
+        self._known: dict[RankKey, _Rank] = {}
+        self._ranks = make_ranks(self._on_event)
+
+    def handle(self, request: pb.SessionRequest) -> None:
+        """Does what the driver says. Does not block."""
+        kind = request.WhichOneof("kind")
+        if kind == "start":
+            with self._mutex:
+                self._known[request.start.group, request.start.rank] = _Rank()
+            self._ranks.start(request.start)
+        elif kind == "stop":
+            self._stop((request.stop.group, request.stop.rank), request.stop.grace_s)
+        elif kind == "kill":
+            self._ranks.kill((request.kill.group, request.kill.rank))
+        else:
+            for key in addressees(request):
+                self._ask(key, request)
+
+    def close(self) -> None:
+        """Ends all ranks. Blocks until they have ended."""
+        with self._mutex:
+            for rank in self._known.values():
+                rank.stopping = True
+        self._ranks.close()
+
+    def _ask(self, key: RankKey, request: pb.SessionRequest) -> None:
+        with self._mutex:
+            rank = self._known.get(key)
+            if rank is None or rank.gone:
+                return  # It has died since; the driver hears of that by its own report.
+        self._ranks.ask(key, request).add_done_callback(self._on_answer)
+
+    def _stop(self, key: RankKey, grace_s: float) -> None:
+        with self._mutex:
+            rank = self._known.get(key)
+            if rank is None or rank.gone:
+                self._known.pop(key, None)
+                self._emit(pb.SessionResponse(stopped=pb.Stopped(group=key[0], rank=key[1])))
+                return
+            rank.stopping = True
+        self._ranks.stop(key, grace_s)
+
+    def _on_answer(self, done: "Future[pb.SessionResponse]") -> None:
+        # A rank that has gone does not answer: its exit is what is reported.
+        if done.exception() is None and done.result().WhichOneof("kind") is not None:
+            self._emit(done.result())
+
+    def _on_event(self, event: pb.SessionResponse) -> None:
+        kind = event.WhichOneof("kind")
+        if kind == "stopped":
+            self._ended((event.stopped.group, event.stopped.rank), event)
+        elif kind == "failure":
+            self._fail((event.failure.group, event.failure.rank), event)
+        else:
+            if kind == "started":
+                with self._mutex:
+                    self._known[event.started.group, event.started.rank].pid = event.started.pid
+            self._emit(event)
+
+    def _fail(self, key: RankKey, event: pb.SessionResponse) -> None:
+        with self._mutex:
+            if not key[0]:
+                for rank in self._known.values():
+                    rank.gone = rank.failed = True
+            elif (known := self._known.get(key)) is not None:
+                if known.failed or known.stopping:
+                    return
+                known.failed = True
+        self._emit(event)
+
+    def _ended(self, key: RankKey, event: pb.SessionResponse) -> None:
+        with self._mutex:
+            rank = self._known.get(key)
+            if rank is None:
+                return
+            rank.gone = True
+            if rank.stopping:
+                del self._known[key]
+        if rank.stopping:
+            self._emit(event)
+        elif not rank.failed:
+            # `Stopped` answers a stop; what nobody asked for is a failure.
+            cause = exit_in_words(event.stopped.exit_code)
+            self._emit(failure_report(*key, pid=rank.pid, phase="", cause=cause))
+
+
+def addressees(request: pb.SessionRequest) -> list[RankKey]:
+    """The ranks that a call, an attachment or a cancellation is for."""
+    kind = request.WhichOneof("kind")
+    if kind == "call":
+        return [(request.call.group, rank) for rank in request.call.ranks]
+    if kind == "attach":
+        return [(request.attach.group, rank) for rank in request.attach.ranks]
+    if kind == "cancel":
+        return [(request.cancel.group, rank) for rank in request.cancel.ranks]
+    return []

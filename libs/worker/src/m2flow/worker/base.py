@@ -1,0 +1,77 @@
+"""The base of every worker: a plain class that runs as one rank of a group, on the devices that a plan gives it."""
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from m2flow.worker.spec import GroupSpec, group_name, method_names
+from m2flow.worker.stage import stage_names
+from m2flow.worker.target import target_of
+
+if TYPE_CHECKING:
+    from m2flow.worker.context import WorkerContext
+
+
+class Worker:
+    """One rank of a group.
+
+    A subclass marks stages with `@stage`; its other public methods are plain calls. Calls run one at a time on one
+    thread, the process's main thread where it holds one rank. Nothing heavy belongs in `__init__`: devices are bound
+    and `context` is set before `setup()`.
+    """
+
+    on_death: ClassVar[Literal["retry", "drop", "stop"]] = "stop"
+    """What follows from a rank's death: "retry" restarts it and gives its unfinished items out again, "drop" restarts
+    it and lets them go as tombstones, "stop" ends the run."""
+
+    in_step: ClassVar[bool] = False
+    """Whether the ranks move together, as a sharded trainer's do; else they are independent replicas."""
+
+    context: "WorkerContext"
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def setup(self) -> None:
+        """Builds what is heavy. Runs once, after the devices are bound."""
+
+    def onload(self) -> None:
+        """Moves the state onto the devices."""
+
+    def offload(self) -> None:
+        """Moves the state off the devices."""
+
+    def resident_bytes(self) -> int:
+        """The bytes that the state takes on each of its devices now."""
+        return 0
+
+    @classmethod
+    def group(
+        cls,
+        config: Any = None,
+        *,
+        name: str | None = None,
+        device_kind: str = "cpu",
+        devices_per_rank: int | None = 1,
+        min_devices: int = 1,
+        max_devices: int = 0,
+    ) -> GroupSpec:
+        """A specification of a group of this class; nothing starts.
+
+        `config` is a payload tree, given to every rank. `name` is the class's name in snake case, without "worker",
+        unless given. Each rank takes `devices_per_rank` devices of `device_kind`; None means that one rank takes the
+        group's whole placement. `max_devices` 0 is without bound. Raises ValueError on a name or a number that cannot
+        be.
+        """
+        return GroupSpec(
+            name=group_name(cls.__name__) if name is None else name,
+            target=target_of(cls),
+            config=config,
+            methods=method_names(cls),
+            stages=stage_names(cls),
+            device_kind=device_kind,
+            devices_per_rank=devices_per_rank,
+            min_devices=min_devices,
+            max_devices=max_devices,
+            can_offload=cls.offload is not Worker.offload,
+            in_step=cls.in_step,
+            on_death=cls.on_death,
+        )

@@ -1,0 +1,58 @@
+"""What a worker knows about itself: its place in the group, its devices, its timers."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from m2flow.comm import Endpoint
+from m2flow.worker.device import Device
+
+
+@dataclass
+class WorkerContext:
+    """Set on a worker before `setup()`.
+
+    `endpoint` is this rank's presence in the run's fabric, named "group.rank". `turn` is held while one of the
+    worker's own methods runs; an attached object takes it to run the worker's stages.
+    `attempt` counts how often this rank was started before.
+    """
+
+    group: str
+    rank: int
+    world_size: int
+    devices: tuple[Device, ...]
+    endpoint: Endpoint
+    run_dir: Path
+    attempt: int = 0
+    turn: threading.RLock = field(default_factory=threading.RLock)
+    _timers: threading.local = field(default_factory=threading.local)
+
+    @property
+    def device_ids(self) -> tuple[int, ...]:
+        """The global ids of its devices."""
+        return tuple(device.id for device in self.devices)
+
+    @contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        """Adds the seconds of a block to the timer `name` of the call that runs on this thread."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            timers = self._of_this_thread()
+            timers[name] = timers.get(name, 0.0) + time.perf_counter() - start
+
+    def take_timers(self) -> dict[str, float]:
+        """The timers of this thread since they were last taken, in seconds."""
+        timers = dict(self._of_this_thread())
+        self._of_this_thread().clear()
+        return timers
+
+    def _of_this_thread(self) -> dict[str, float]:
+        if not hasattr(self._timers, "seconds"):
+            self._timers.seconds = {}
+        seconds: dict[str, float] = self._timers.seconds
+        return seconds

@@ -1,0 +1,117 @@
+"""Starts a run: its private directory, the driver's endpoint, and the agents of its nodes."""
+
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from m2flow.comm import Endpoint
+from m2flow.worker.cluster import Cluster
+from m2flow.worker.group import WorkerGroup
+from m2flow.worker.placement import Placement
+from m2flow.worker.session import Link, LogSink, Session, Wiring
+from m2flow.worker.spec import GroupSpec
+from m2flow.worker.target import resolve_target
+
+LAUNCHERS: Mapping[str, str] = {
+    "inproc": "m2flow.worker.launchers.inproc:connect",
+    "process": "m2flow.worker.launchers.process:connect",
+}
+"""Each launcher's way in, by name, so that one that is not used is not imported."""
+
+_JOIN = "m2flow.worker.launchers._link:GrpcLink"
+
+
+@dataclass(frozen=True)
+class AgentAddress:
+    """Where an agent that was started by hand waits, "HOST:PORT", and the token that it asks for."""
+
+    address: str
+    token: str
+
+
+def launch_run(
+    cluster: Cluster,
+    *,
+    launcher: str = "process",
+    run_dir: Path | str = ".",
+    preload: Sequence[str] = (),
+    agents: Mapping[str, AgentAddress] | None = None,
+    on_log: LogSink | None = None,
+    max_restarts: int = 3,
+    silence_s: float = 120.0,
+) -> Session:
+    """Starts the agents of a run and returns its session, which is closed by `close` or by `with`. Blocks.
+
+    `preload` names modules to import before the first rank starts, so that ranks start warm. `agents` are joined at
+    their addresses for the nodes that they are given for; the launcher starts the others. `on_log` hears (group, rank,
+    line) of what workers print; None prints it to standard error. A rank whose class says "retry" or "drop" may fail
+    `max_restarts` times without an answer in between. After `silence_s` without an answer, a start or a line, who waits
+    for whom is printed to standard error. Raises ValueError on an unknown launcher or node, LaunchError where an agent
+    does not start or is not there.
+    """
+    if launcher not in LAUNCHERS:
+        raise ValueError(f"launcher: got {launcher!r}, want one of {', '.join(map(repr, LAUNCHERS))}")
+    joined = dict(agents or {})
+    if unknown := sorted(joined.keys() - set(cluster.nodes)):
+        raise ValueError(f"agents: got node {unknown[0]!r}, want some of {', '.join(map(repr, cluster.nodes))}")
+    directory = Path(tempfile.mkdtemp(prefix="m2flow-"))
+    token = secrets.token_hex(16)
+    endpoint: Endpoint | None = None
+    try:
+        endpoint = Endpoint(directory, "driver", token=token)
+        return Session(
+            cluster,
+            endpoint,
+            Path(run_dir).resolve(),
+            connect=partial(_connect, cluster, launcher, joined),
+            directory=directory,
+            token=token,
+            preload=preload,
+            on_log=on_log or _print_log,
+            max_restarts=max_restarts,
+            silence_s=silence_s,
+            say=_print_notice,
+        )
+    except BaseException:
+        if endpoint is not None:
+            endpoint.close()
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+def _connect(cluster: Cluster, launcher: str, joined: Mapping[str, AgentAddress], wiring: Wiring) -> Mapping[str, Link]:
+    links: dict[str, Link] = {}
+    try:
+        for node, agent in joined.items():
+            links[node] = resolve_target(_JOIN)(agent.address, wiring, token=agent.token)
+        started = [node for node in cluster.nodes if node not in joined]
+        if started:
+            links.update(resolve_target(LAUNCHERS[launcher])(started, wiring))
+    except BaseException:
+        for link in links.values():
+            link.close()
+        raise
+    return links
+
+
+@contextmanager
+def launch(
+    spec: GroupSpec, cluster: Cluster, placement: Placement | str = "all", *, launcher: str = "process"
+) -> Iterator[WorkerGroup]:
+    """One group alone, for use without flow; it ends with the `with`. Raises as `launch_run` and `Session.start` do."""
+    with launch_run(cluster, launcher=launcher) as session:
+        yield session.start(spec, placement)
+
+
+def _print_notice(text: str) -> None:
+    print(f"[m2flow] {text}", file=sys.stderr)
+
+
+def _print_log(group: str, rank: int, line: str) -> None:
+    print(f"[{group}.{rank}] {line}", file=sys.stderr)

@@ -1,0 +1,172 @@
+"""The agent process of one machine: it serves the driver's session and starts workers through its zygote."""
+
+import hmac
+import os
+import queue
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import grpc
+
+from m2flow.comm import Endpoint, Request
+from m2flow.proto.worker.v1 import worker_pb2 as pb
+from m2flow.proto.worker.v1 import worker_pb2_grpc
+from m2flow.worker._node import Emit, NodeAgent, RankKey, Ranks
+from m2flow.worker._wire import PROTOCOL_VERSION, failure_report
+from m2flow.worker.launchers._boot import Boot
+from m2flow.worker.launchers._frames import receive_frame, send_frame
+from m2flow.worker.launchers._link import GRPC_OPTIONS, session_address
+
+# For the stream's last words: the driver waits for them.
+_GOODBYE_S = 1.0
+
+
+class ProcessRanks:
+    """Ranks that are processes, forked by a zygote and reached through the run's fabric."""
+
+    def __init__(self, boot: Boot, zygote: socket.socket, emit: Emit) -> None:
+        self._emit = emit
+        self._zygote = zygote
+        self._sending = threading.Lock()
+        self._endpoint = Endpoint(boot.path, boot.agent, token=boot.token)
+        self._endpoint.handle("node", self._on_request)
+        self._closing = False
+        self.lost = threading.Event()
+        threading.Thread(target=self._read, name="zygote", daemon=True).start()
+
+    def start(self, order: pb.StartWorker) -> None:
+        self._tell(pb.SessionRequest(start=order))
+
+    def ask(self, key: RankKey, request: pb.SessionRequest) -> "Future[pb.SessionResponse]":
+        answer: Future[pb.SessionResponse] = Future()
+
+        def on_done(done: "Future[bytes]") -> None:
+            failure = done.exception()
+            if failure is None:
+                answer.set_result(pb.SessionResponse.FromString(done.result()))
+            else:
+                answer.set_exception(failure)
+
+        asked = self._endpoint.request_async(f"{key[0]}.{key[1]}", "rank", "ask", request.SerializeToString())
+        asked.add_done_callback(on_done)
+        return answer
+
+    def stop(self, key: RankKey, grace_s: float) -> None:
+        request = pb.SessionRequest(stop=pb.StopWorker(group=key[0], rank=key[1], grace_s=grace_s))
+        if grace_s > 0:
+            self.ask(key, request)
+        self._tell(request)
+
+    def kill(self, key: RankKey) -> None:
+        self._tell(pb.SessionRequest(kill=pb.KillWorker(group=key[0], rank=key[1])))
+
+    def close(self) -> None:
+        self._closing = True
+        self._endpoint.close()
+        self._zygote.shutdown(socket.SHUT_WR)
+        self.lost.wait()
+
+    def _tell(self, request: pb.SessionRequest) -> None:
+        with self._sending:
+            send_frame(self._zygote, request)
+
+    def _on_request(self, request: Request) -> None:
+        self._emit(pb.SessionResponse.FromString(request.args))
+
+    def _read(self) -> None:
+        while (event := receive_frame(self._zygote, pb.SessionResponse)) is not None:
+            self._emit(event)
+        self.lost.set()
+        if not self._closing:
+            cause = "the zygote, the parent of this machine's workers, ended"
+            self._emit(failure_report("", 0, pid=os.getpid(), phase="idle", cause=cause))
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves one session, after which there is nothing left to serve."""
+
+    def __init__(self, ranks_for: Callable[[Emit], Ranks], token: str, name: str) -> None:
+        self._ranks_for = ranks_for
+        self._token = token
+        self._name = name
+        self.ended = threading.Event()
+
+    def Session(
+        self, request_iterator: Iterator[pb.SessionRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.SessionResponse]:
+        """The stream between the driver and this node."""
+        self._greet(next(request_iterator, None), context)
+        outbox: queue.SimpleQueue[pb.SessionResponse | None] = queue.SimpleQueue()
+        outbox.put(pb.SessionResponse(hello=pb.SessionHello(version=PROTOCOL_VERSION, name=self._name)))
+        node = NodeAgent(self._ranks_for, outbox.put)
+        reader = threading.Thread(target=_read, args=(request_iterator, node, outbox), name="session", daemon=True)
+        reader.start()
+        try:
+            yield from _merged(outbox)
+        finally:
+            node.close()
+            self.ended.set()
+
+    def _greet(self, first: pb.SessionRequest | None, context: grpc.ServicerContext) -> None:
+        hello = first.hello if first is not None else pb.SessionHello()
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "session: got another token than this agent's")
+        if hello.version != PROTOCOL_VERSION:
+            context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"session: the driver speaks version {hello.version!r}, this agent {PROTOCOL_VERSION!r}: "
+                "install the same m2flow-worker on both",
+            )
+
+
+def serve(boot: Boot, zygote: socket.socket) -> None:
+    """Serves one session, then ends. Blocks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    service = WorkerService(lambda emit: ProcessRanks(boot, zygote, emit), boot.token, boot.agent)
+    server = grpc.server(ThreadPoolExecutor(4), options=GRPC_OPTIONS)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, server)
+    address = boot.address or session_address(boot.path, boot.agent)
+    port = server.add_insecure_port(address)
+    server.start()
+    with os.fdopen(boot.ready_fd, "w") as ready:
+        ready.write(f"{address.rpartition(':')[0]}:{port}" if boot.address else address)
+    threading.Thread(target=_end_with_driver, args=(boot.liveness_fd, service.ended), daemon=True).start()
+    service.ended.wait()
+    server.stop(_GOODBYE_S).wait()
+
+
+def _end_with_driver(liveness_fd: int, ended: threading.Event) -> None:
+    while os.read(liveness_fd, 1):
+        pass
+    ended.set()
+
+
+def _read(
+    requests: Iterator[pb.SessionRequest], node: NodeAgent, outbox: "queue.SimpleQueue[pb.SessionResponse | None]"
+) -> None:
+    try:
+        for request in requests:
+            node.handle(request)
+    except grpc.RpcError:
+        pass  # The driver has gone; what follows is the same as when it says goodbye.
+    finally:
+        outbox.put(None)
+
+
+def _merged(outbox: "queue.SimpleQueue[pb.SessionResponse | None]") -> Iterator[pb.SessionResponse]:
+    """What is to be sent, in order; results that wait together become one message."""
+    while (response := outbox.get()) is not None:
+        while response.WhichOneof("kind") == "results" and not outbox.empty():
+            following = outbox.get()
+            if following is None:
+                yield response
+                return
+            if following.WhichOneof("kind") == "results":
+                response.results.results.extend(following.results.results)
+            else:
+                yield response
+                response = following
+        yield response

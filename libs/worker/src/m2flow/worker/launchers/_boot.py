@@ -1,0 +1,40 @@
+"""What an agent, its zygote and their workers are told at birth."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Boot:
+    """`directory` is the run's private one, for sockets; `liveness_fd` reads end-of-file when the driver is gone.
+
+    The agent listens at `address`, "HOST:PORT", or in the directory where that is empty, and writes the address that it
+    got to `ready_fd`, which it closes. `agent` is its name in the fabric. `preload` names modules to import before the
+    first fork. Ranks are of the classes that `allow` names, or of any where it names none. The token is here, and not
+    in the arguments, because every user of a machine may read those.
+    """
+
+    directory: str
+    token: str
+    liveness_fd: int
+    ready_fd: int
+    agent: str = "agent"
+    address: str = ""
+    preload: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Boot":
+        """The reverse of `to_json`."""
+        fields = json.loads(text)
+        return cls(**{**fields, "preload": tuple(fields["preload"]), "allow": tuple(fields["allow"])})
+
+    @property
+    def path(self) -> Path:
+        """The private directory."""
+        return Path(self.directory)

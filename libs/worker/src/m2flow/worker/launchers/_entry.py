@@ -1,0 +1,38 @@
+"""The first moments of an agent process: it forks its zygote while it is still small, then becomes the agent."""
+
+import os
+import signal
+import socket
+import sys
+
+from m2flow.worker.launchers._boot import Boot
+from m2flow.worker.launchers._zygote import Zygote
+from m2flow.worker.target import resolve_target
+
+
+def run_agent() -> None:
+    """Reads a `Boot` from standard input and serves one session. Blocks until it has ended and nothing is left."""
+    boot = Boot.from_json(sys.stdin.readline())
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ours, zygotes = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        os.close(boot.ready_fd)
+        _be_zygote(boot, zygotes)
+    zygotes.close()
+    # By name, because gRPC starts threads and must not be there when the zygote is forked.
+    resolve_target("m2flow.worker.launchers._agent:serve")(boot, ours)
+    os.waitpid(pid, 0)
+
+
+def _be_zygote(boot: Boot, agent: socket.socket) -> None:
+    exit_code = 1
+    try:
+        Zygote(boot, agent).run()
+        exit_code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(exit_code)

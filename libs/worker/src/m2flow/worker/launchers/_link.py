@@ -1,0 +1,113 @@
+"""The driver's end of one session with an agent, over gRPC."""
+
+import queue
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import grpc
+
+from m2flow.proto.worker.v1 import worker_pb2 as pb
+from m2flow.proto.worker.v1 import worker_pb2_grpc
+from m2flow.worker._node import addressees
+from m2flow.worker._wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from m2flow.worker.errors import LaunchError
+from m2flow.worker.session import Wiring
+
+# A peer whose machine or cable has gone sends no end-of-file: it is asked, and given up without an answer.
+_KEEPALIVE_MS = 5000
+
+GRPC_OPTIONS = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
+    ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+
+def session_address(directory: Path, agent: str) -> str:
+    """Where the agent of a private directory listens."""
+    return f"unix:{directory / agent}.grpc"
+
+
+class GrpcLink:
+    """A session with an agent. `on_response` hears it on a thread of its own; `on_lost` its end, unless closed here."""
+
+    def __init__(self, address: str, wiring: Wiring, *, token: str = "", timeout_s: float = 20.0) -> None:
+        self._outbox: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
+        self._wiring = wiring
+        self._closing = False
+        self.lost = False
+        self._channel = grpc.insecure_channel(address, options=GRPC_OPTIONS)
+        hello = pb.SessionHello(version=PROTOCOL_VERSION, token=token or wiring.token, name="driver")
+        self.send(pb.SessionRequest(hello=hello))
+        self._responses = worker_pb2_grpc.WorkerServiceStub(self._channel).Session(
+            iter(self._outbox.get, None), wait_for_ready=True
+        )
+        self._greeted = threading.Event()
+        self._refusal = ""
+        self._reader = threading.Thread(target=self._read, name="session", daemon=True)
+        self._reader.start()
+        if not self._greeted.wait(timeout_s) or self._refusal:
+            refusal = self._refusal or f"no answer within {timeout_s} s"
+            self._channel.close()
+            self.close()
+            raise LaunchError(f"agent at {address}: {refusal}")
+
+    def send(self, request: pb.SessionRequest) -> None:
+        """Says something to the agent. Does not block."""
+        self._outbox.put(request)
+
+    def close(self) -> None:
+        """Ends the session and waits until the agent has ended its ranks."""
+        self._closing = True
+        self._outbox.put(None)
+        self._reader.join(5.0)
+        self._channel.close()
+        self._reader.join()
+
+    def _read(self) -> None:
+        reason = "the agent ended the session"
+        try:
+            for response in self._responses:
+                if self._greeted.is_set():
+                    self._wiring.on_response(response)
+                else:
+                    self._greeted.set()
+        except grpc.RpcError as failure:
+            reason = _details(failure)
+        if not self._greeted.is_set():
+            self._refusal = reason
+            self._greeted.set()
+        elif not self._closing:
+            self.lost = True
+            self._wiring.on_lost(reason)
+
+
+class LocalLink(GrpcLink):
+    """A session with an agent of this machine: what is for ranks goes to them directly, through the run's fabric."""
+
+    def send(self, request: pb.SessionRequest) -> None:
+        """Says something to the agent, or to ranks. Does not block."""
+        to_ranks = addressees(request)
+        if not to_ranks:
+            super().send(request)
+            return
+        told = request.SerializeToString()
+        for group, rank in to_ranks:
+            asked = self._wiring.endpoint.request_async(f"{group}.{rank}", "rank", "ask", told)
+            asked.add_done_callback(self._on_answer)
+
+    def _on_answer(self, done: "Future[bytes]") -> None:
+        if done.exception() is not None:
+            return  # The rank has gone; its exit is reported by the agent, or it is repeated to its next process.
+        response = pb.SessionResponse.FromString(done.result())
+        if response.WhichOneof("kind") is not None:
+            self._wiring.on_response(response)
+
+
+def _details(failure: object) -> str:
+    """What the other end said; a failed stream is its own error object."""
+    return str(failure.details() if isinstance(failure, grpc.Call) else failure)

@@ -1,0 +1,54 @@
+"""The life of a worker process that holds one rank, from just after the fork to its exit code."""
+
+import faulthandler
+import os
+import select
+import signal
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from m2flow.comm import Endpoint, Request
+from m2flow.proto.worker.v1 import worker_pb2 as pb
+from m2flow.worker._host import RankHost
+from m2flow.worker.launchers._boot import Boot
+
+
+def run_rank(order: pb.StartWorker, boot: Boot, life_fds: Sequence[int]) -> int:
+    """Runs one rank on this thread until it is stopped; the exit code. Blocks.
+
+    The process dies when one of `life_fds` reads end-of-file: the other end is the driver, or the zygote.
+    """
+    threading.Thread(target=_die_with, args=(life_fds,), name="liveness", daemon=True).start()
+    faulthandler.enable()
+    os.environ.update(order.environment)
+    _bind_cores(order)
+    endpoint = Endpoint(boot.path, f"{order.group}.{order.rank}", token=boot.token)
+
+    def report(response: pb.SessionResponse) -> None:
+        endpoint.request(boot.agent, "node", "event", response.SerializeToString())
+
+    host = RankHost(order, endpoint, report)
+    endpoint.handle("rank", lambda request: _pass_on(host, request))
+    try:
+        return 0 if host.run() else 1
+    finally:
+        endpoint.close()
+
+
+def _pass_on(host: RankHost, request: Request) -> "Future[bytes]":
+    answer: Future[bytes] = Future()
+    message = pb.SessionRequest.FromString(request.args)
+    host.handle(message).add_done_callback(lambda done: answer.set_result(done.result().SerializeToString()))
+    return answer
+
+
+def _bind_cores(order: pb.StartWorker) -> None:
+    cores = {core for device in order.devices for core in device.cores}
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def _die_with(life_fds: Sequence[int]) -> None:
+    select.select(life_fds, [], [])
+    os.kill(os.getpid(), signal.SIGKILL)

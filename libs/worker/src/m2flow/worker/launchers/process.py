@@ -1,0 +1,29 @@
+"""Ranks as processes of this machine, under an agent process with a warm zygote: the embedded default."""
+
+from collections.abc import Mapping, Sequence
+
+from m2flow.worker.launchers._agent_process import AgentOptions, AgentProcess
+from m2flow.worker.launchers._link import LocalLink
+from m2flow.worker.session import Link, Wiring
+
+
+class ProcessLink(LocalLink):
+    """A session with an agent process that it starts, and whose end it waits for."""
+
+    def __init__(self, wiring: Wiring) -> None:
+        self.agent = AgentProcess(AgentOptions(wiring.directory, wiring.token, preload=wiring.preload))
+        try:
+            super().__init__(self.agent.address, wiring)
+        except BaseException:
+            self.agent.end()
+            raise
+
+    def close(self) -> None:
+        """Ends the session, then the agent."""
+        super().close()
+        self.agent.end()
+
+
+def connect(nodes: Sequence[str], wiring: Wiring) -> Mapping[str, Link]:
+    """One agent for all nodes: they are names on this machine."""
+    return dict.fromkeys(nodes, ProcessLink(wiring))

@@ -1,0 +1,480 @@
+"""One run's workers, as the driver sees them: it starts groups, calls them, and learns of the first failure.
+
+The session speaks `worker/v1` over *links*, one to each node's agent. What it hears arrives on the links' threads; what
+it says never blocks. A failure ends the run unless the group's `on_death` says otherwise: the first cause is kept,
+every call under way ends with it, and the other workers are stopped.
+"""
+
+import itertools
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from m2flow.comm import Endpoint, decode, encode
+from m2flow.proto.worker.v1 import worker_pb2 as pb
+from m2flow.worker._verdict import Verdict
+from m2flow.worker._wire import device_to_proto, failure_from_proto, failure_report
+from m2flow.worker.call import CallHandle, Outcome
+from m2flow.worker.cluster import Cluster
+from m2flow.worker.errors import CallTimeout, LaunchError, PlacementError, SessionClosedError, WorkerFailed
+from m2flow.worker.group import WorkerGroup
+from m2flow.worker.placement import Placement, parse_placement
+from m2flow.worker.residency import ResidencyServer
+from m2flow.worker.spec import GroupSpec
+from m2flow.worker.watchdog import Watchdog
+
+RankKey = tuple[str, int]
+LAST_LOG_LINES = 40
+
+LogSink = Callable[[str, int, str], None]
+
+
+class Link(Protocol):
+    """The way to one node's agent."""
+
+    def send(self, request: pb.SessionRequest) -> None:
+        """Says something. Does not block."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether the agent has gone, unasked."""
+
+    def close(self) -> None:
+        """Ends the session and all its ranks. Blocks until they have ended."""
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What a link is made of: the run's private directory, its token and the driver's endpoint, and who listens."""
+
+    directory: Path
+    token: str
+    preload: Sequence[str]
+    endpoint: Endpoint
+    on_response: Callable[[pb.SessionResponse], None]
+    on_lost: Callable[[str], None]
+
+
+class _Rank:
+    """One rank as the driver knows it; `unanswered` are the requests that it has not answered, by call id."""
+
+    def __init__(self, link: Link, order: pb.StartWorker, on_death: str) -> None:
+        self.link = link
+        self.order = order
+        self.on_death = on_death
+        self.pid = 0
+        self.stopped = threading.Event()
+        self.leaving = False
+        self.restarting = False
+        self.num_failures = 0
+        self.attached: list[pb.SessionRequest] = []
+        self.unanswered: dict[int, pb.SessionRequest] = {}
+        self.asked_s: dict[int, float] = {}
+        self.log: deque[str] = deque(maxlen=LAST_LOG_LINES)
+
+    def phase(self) -> str:
+        """What it does now: the first of its own calls runs, before those of attached objects."""
+        if self.pid == 0:
+            return "start"
+        asked = [self.unanswered[key] for key in sorted(self.unanswered)]
+        own = [request.call.method for request in asked if request.HasField("call") and not request.call.attached]
+        beside = [
+            f"{request.attach.name}.start"
+            if request.HasField("attach")
+            else f"{request.call.attached}.{request.call.method}"
+            for request in asked
+        ]
+        return [*own, *beside, "idle"][0]
+
+    def ask(self, request: pb.SessionRequest) -> None:
+        """Notes a request that it is to answer."""
+        self.unanswered[request.id] = request
+        self.asked_s[request.id] = time.monotonic()
+
+    def answered(self, call_id: int) -> bool:
+        """Drops a request that needs no answer any more; whether there was one."""
+        self.asked_s.pop(call_id, None)
+        return self.unanswered.pop(call_id, None) is not None
+
+    def waits(self, now_s: float) -> list[str]:
+        """What it is in, for how long, in a line; none where nobody waits for it."""
+        if not self.asked_s and self.pid:
+            return []
+        since_s = min(self.asked_s.values(), default=now_s)
+        behind = f", {len(self.asked_s) - 1} more behind it" if len(self.asked_s) > 1 else ""
+        return [f"{self.order.group}.{self.order.rank}: in {self.phase()} for {now_s - since_s:.0f} s{behind}"]
+
+    def may_restart(self, max_failures: int) -> bool:
+        """Whether its death, after it was up, is followed by another start."""
+        return self.on_death != "stop" and self.pid != 0 and not self.leaving and self.num_failures < max_failures
+
+    def to_repeat(self) -> list[pb.SessionRequest]:
+        """What a fresh start has to be told: the attached objects first, then what was never answered."""
+        made = {request.id: request for request in self.attached}
+        return [*made.values(), *(self.unanswered[key] for key in sorted(self.unanswered) if key not in made)]
+
+    def forget_calls(self) -> list[int]:
+        """Drops the worker's own unanswered calls; their ids."""
+        own = [
+            key for key, request in self.unanswered.items() if request.HasField("call") and not request.call.attached
+        ]
+        for key in own:
+            self.answered(key)
+        return own
+
+
+class Session:
+    """A run in progress; made by `launch_run`, ended by `close`, or by the `with` that holds it."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        endpoint: Endpoint,
+        run_dir: Path,
+        *,
+        directory: Path,
+        token: str,
+        preload: Sequence[str],
+        connect: Callable[[Wiring], Mapping[str, Link]],
+        on_log: LogSink,
+        max_restarts: int,
+        silence_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self.cluster = cluster
+        self.endpoint = endpoint
+        self.run_dir = run_dir
+        self.groups: dict[str, WorkerGroup] = {}
+        self._on_log = on_log
+        self._directory = directory
+        self._max_restarts = max_restarts
+        self._mutex = threading.RLock()
+        self._ids = itertools.count(1)
+        self._ranks: dict[RankKey, _Rank] = {}
+        self._handles: dict[int, tuple[str, CallHandle]] = {}
+        self._starting: dict[RankKey, CallHandle] = {}
+        self._closed = False
+        self._failure: WorkerFailed | None = None
+        self._verdict = Verdict(self._condemn)
+        self.watchdog = Watchdog(silence_s, say)
+        self.watchdog.add_witness(self._waits)
+        self.watchdog.start()
+        self.residency = ResidencyServer(endpoint, cluster.devices)
+        wiring = Wiring(directory, token, preload, endpoint, self._on_response, self._on_lost)
+        self._links = dict(connect(wiring))
+
+    @property
+    def failure(self) -> WorkerFailed | None:
+        """The first cause of the run's end; None while there is none."""
+        return self._failure
+
+    def start(self, spec: GroupSpec, placement: Placement | str, *, timeout_s: float = 120.0) -> WorkerGroup:
+        """Starts one group and waits until every rank's `setup` has returned; see `start_all`."""
+        return self.start_all([(spec, placement)], timeout_s=timeout_s)[0]
+
+    def start_all(
+        self, wanted: Sequence[tuple[GroupSpec, Placement | str]], *, timeout_s: float = 120.0
+    ) -> list[WorkerGroup]:
+        """Starts groups side by side and waits until every rank's `setup` has returned. Blocks.
+
+        Raises PlacementError on a placement that does not fit, LaunchError on a name that is taken or a start that
+        takes longer than `timeout_s`, WorkerFailed where a rank fails.
+        """
+        self._check_open()
+        placed = [(spec, self._placed(spec, placement)) for spec, placement in wanted]
+        handles = [self._begin(spec, placement) for spec, placement in placed]
+        end = time.monotonic() + timeout_s
+        for handle in handles:
+            try:
+                handle.wait(max(0.0, end - time.monotonic()))
+            except CallTimeout as late:
+                raise LaunchError(f"{late}: raise timeout_s if its setup is that slow") from late
+        return [self.groups[spec.name] for spec, _ in placed]
+
+    def stop(self, group: WorkerGroup, *, grace_s: float = 10.0) -> None:
+        """Stops a group: each rank after its present call, or by a signal after the grace. Blocks."""
+        keys = [(group.name, rank) for rank in group.ranks]
+        self._leave(keys, grace_s)
+        with self._mutex:
+            for key in keys:
+                self._ranks.pop(key, None)
+                self.residency.release(f"{key[0]}.{key[1]}")
+            self.groups.pop(group.name, None)
+
+    def close(self, *, grace_s: float = 2.0) -> None:
+        """Ends all workers, the agents and the run's private directory. Blocks; the second time it does nothing."""
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+        self.watchdog.end()
+        self._leave(list(self._ranks), grace_s)
+        for link in self._links.values():
+            link.close()
+        self._fail_handles(self._failure or SessionClosedError("session: closed while calls were under way"))
+        self.endpoint.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(grace_s=0.2 if failure is not None else 2.0)
+
+    def call(self, group: str, attached: str, method: str, arguments: dict[int, tuple[Any, ...]]) -> CallHandle:
+        """Calls a method on some ranks, each with its own arguments; the way of `WorkerGroup`. Does not block."""
+        name = ".".join(word for word in (group, attached, method) if word)
+        encoded = [(ranks, encode(args).to_bytes()) for ranks, args in _alike(arguments)]
+        call_id, handle = self._new_handle(group, name, tuple(arguments))
+        for ranks, args in encoded:
+            call = pb.Call(group=group, ranks=ranks, attached=attached, method=method, arguments=args)
+            self._send(pb.SessionRequest(id=call_id, call=call), group, ranks)
+        return handle
+
+    def attach(self, group: str, name: str, target: str, arguments: tuple[Any, ...]) -> CallHandle:
+        """Makes an object beside every rank of a group; the way of `WorkerGroup`. Does not block."""
+        ranks = self.groups[group].ranks
+        attach = pb.Attach(group=group, ranks=ranks, name=name, target=target, arguments=encode(arguments).to_bytes())
+        call_id, handle = self._new_handle(group, f"{group}.{name}.start", ranks)
+        request = pb.SessionRequest(id=call_id, attach=attach)
+        with self._mutex:
+            for rank in ranks:
+                self._ranks[group, rank].attached.append(request)
+        self._send(request, group, ranks)
+        return handle
+
+    def kill(self, group: str, rank: int) -> None:
+        """Sends SIGKILL to a rank's process; RefusedError where ranks are threads."""
+        request = pb.SessionRequest(kill=pb.KillWorker(group=group, rank=rank))
+        self._ranks[group, rank].link.send(request)
+
+    def pid(self, group: str, rank: int) -> int:
+        """The process that holds a rank now."""
+        return self._ranks[group, rank].pid
+
+    def _placed(self, spec: GroupSpec, placement: Placement | str) -> Placement:
+        if isinstance(placement, str):
+            width = spec.devices_per_rank
+            placement = parse_placement(placement, self.cluster, kind=spec.device_kind, devices_per_rank=width)
+        placement.check(self.cluster)
+        wrong = [number for number in placement.device_ids if self.cluster.devices[number].kind != spec.device_kind]
+        if wrong:
+            raise PlacementError(
+                f"group {spec.name}: got device {wrong[0]}, a {self.cluster.devices[wrong[0]].kind!r}, "
+                f"want devices of kind {spec.device_kind!r}"
+            )
+        return placement
+
+    def _begin(self, spec: GroupSpec, placement: Placement) -> CallHandle:
+        config = encode(spec.config).to_bytes()
+        with self._mutex:
+            if spec.name in self.groups:
+                raise LaunchError(f"group {spec.name}: there is one of that name already: give the second one a name")
+            self._check_open()
+            group = self.groups[spec.name] = WorkerGroup(self, spec, placement)
+            handle = CallHandle(f"{spec.name}.setup", group.ranks, lambda: None)
+            for rank, ids in enumerate(placement.ranks):
+                devices = [self.cluster.devices[number] for number in ids]
+                order = pb.StartWorker(
+                    group=spec.name,
+                    rank=rank,
+                    world_size=placement.world_size,
+                    target=spec.target,
+                    config=config,
+                    devices=map(device_to_proto, devices),
+                    run_dir=str(self.run_dir),
+                )
+                self._ranks[spec.name, rank] = _Rank(self._links[devices[0].node], order, spec.on_death)
+                self._starting[spec.name, rank] = handle
+        for rank in group.ranks:
+            known = self._ranks[spec.name, rank]
+            known.link.send(pb.SessionRequest(start=known.order))
+        return handle
+
+    def _new_handle(self, group: str, name: str, ranks: tuple[int, ...]) -> tuple[int, CallHandle]:
+        call_id = next(self._ids)
+        handle = CallHandle(name, ranks, lambda: self._cancel(call_id, group, ranks))
+        with self._mutex:
+            self._check_open()
+            self._handles[call_id] = (group, handle)
+        return call_id, handle
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise SessionClosedError("session: it is closed: start another with launch_run")
+
+    def _send(self, request: pb.SessionRequest, group: str, ranks: Sequence[int]) -> None:
+        by_link: dict[Link, list[int]] = {}
+        with self._mutex:
+            for rank in ranks:
+                known = self._ranks[group, rank]
+                known.ask(request)
+                if not known.restarting:
+                    by_link.setdefault(known.link, []).append(rank)
+        for link, its_ranks in by_link.items():
+            link.send(request if len(its_ranks) == len(ranks) else _for_ranks(request, its_ranks))
+
+    def _cancel(self, call_id: int, group: str, ranks: tuple[int, ...]) -> None:
+        links: dict[Link, None] = {}
+        with self._mutex:
+            self._handles.pop(call_id, None)
+            for rank in ranks:
+                known = self._ranks.get((group, rank))
+                if known is not None and known.answered(call_id):
+                    links[known.link] = None
+        for link in links:
+            link.send(pb.SessionRequest(cancel=pb.CancelCall(call_id=call_id, group=group, ranks=ranks)))
+
+    def _on_response(self, response: pb.SessionResponse) -> None:
+        kind = response.WhichOneof("kind")
+        self.watchdog.stir()
+        if kind == "results":
+            for result in response.results.results:
+                self._on_result(result)
+        elif kind == "started":
+            self._on_started((response.started.group, response.started.rank), response.started.pid)
+        elif kind == "log":
+            self._on_line((response.log.group, response.log.rank), response.log.text)
+        elif kind == "failure":
+            self._on_failure(response.failure)
+        elif kind == "stopped":
+            self._on_stopped((response.stopped.group, response.stopped.rank))
+
+    def _on_result(self, result: pb.CallResult) -> None:
+        with self._mutex:
+            group, handle = self._handles.get(result.call_id, ("", None))
+            if handle is None:
+                return  # It was given up, or the run has failed.
+            known = self._ranks[group, result.rank]
+            known.answered(result.call_id)
+            known.num_failures = 0
+        handle.answer(result.rank, Outcome(decode(result.value), result.seconds, dict(result.timers)))
+        if handle.done():
+            with self._mutex:
+                self._handles.pop(result.call_id, None)
+
+    def _on_started(self, key: RankKey, pid: int) -> None:
+        with self._mutex:
+            known = self._ranks.get(key)
+            if known is None:
+                return
+            known.pid = pid
+            handle = self._starting.pop(key, None)
+            if known.restarting:
+                known.restarting = False
+                for request in known.to_repeat():
+                    known.link.send(_for_ranks(request, [key[1]]))
+        if handle is not None:
+            handle.answer(key[1], Outcome(None, 0.0))
+
+    def _on_stopped(self, key: RankKey) -> None:
+        with self._mutex:
+            known = self._ranks.get(key)
+            if known is None:
+                return
+            if known.restarting and not known.leaving:
+                known.order.attempt += 1
+                known.link.send(pb.SessionRequest(start=known.order))
+                return
+        known.stopped.set()
+
+    def _on_line(self, key: RankKey, line: str) -> None:
+        with self._mutex:
+            if key in self._ranks:
+                self._ranks[key].log.append(line)
+        self._on_log(*key, line)
+
+    def _waits(self, now_s: float) -> list[str]:
+        with self._mutex:
+            return [line for known in self._ranks.values() for line in known.waits(now_s)]
+
+    def _on_failure(self, report: pb.FailureReport) -> None:
+        key = (report.group, report.rank)
+        with self._mutex:
+            known = self._ranks.get(key)
+            if known is not None and (known.restarting or known.leaving):
+                return  # Word of an end that is known, or was asked for.
+            if known is not None and not report.phase:
+                report.phase = known.phase()
+            if known is None or not known.may_restart(self._max_restarts):
+                self._verdict.hear(report)
+                return
+            failure = failure_from_proto(report, known.log)
+            known.num_failures += 1
+            known.restarting = True
+            lost = [] if known.on_death == "retry" else known.forget_calls()
+            handles = [self._handles.pop(call_id, ("", None))[1] for call_id in lost]
+        self._on_log(*key, f"restarted after: {failure}")
+        for handle in handles:
+            if handle is not None:
+                handle.fail(failure)
+        known.link.send(pb.SessionRequest(stop=pb.StopWorker(group=key[0], rank=key[1])))
+
+    def _on_lost(self, reason: str) -> None:
+        with self._mutex:
+            for known in self._ranks.values():
+                if known.link.lost:
+                    known.stopped.set()
+        self._verdict.hear(failure_report("agent", 0, pid=0, phase="idle", cause=reason).failure)
+
+    def _condemn(self, report: pb.FailureReport) -> None:
+        with self._mutex:
+            if self._closed or self._failure is not None:
+                return
+            known = self._ranks.get((report.group, report.rank))
+            first = self._failure = failure_from_proto(report, known.log if known is not None else ())
+        self._tell_stop(list(self._ranks), grace_s=0.2)
+        self._fail_handles(first)
+
+    def _fail_handles(self, failure: Exception) -> None:
+        with self._mutex:
+            handles = [handle for _, handle in self._handles.values()]
+            handles += self._starting.values()
+            self._handles.clear()
+            self._starting.clear()
+        for handle in handles:
+            handle.fail(failure)
+
+    def _leave(self, keys: Sequence[RankKey], grace_s: float) -> None:
+        self._tell_stop(keys, grace_s)
+        end = time.monotonic() + grace_s + 2.0
+        for key in keys:
+            self._ranks[key].stopped.wait(max(0.0, end - time.monotonic()))
+
+    def _tell_stop(self, keys: Sequence[RankKey], grace_s: float) -> None:
+        for key in keys:
+            with self._mutex:
+                known = self._ranks[key]
+                if known.leaving:
+                    continue
+                known.leaving = True
+            stop = pb.StopWorker(group=key[0], rank=key[1], grace_s=grace_s)
+            known.link.send(pb.SessionRequest(stop=stop))
+
+
+def _alike(arguments: dict[int, tuple[Any, ...]]) -> Iterator[tuple[list[int], tuple[Any, ...]]]:
+    """The ranks that have the very same arguments, so that those are encoded once."""
+    ranks: dict[int, list[int]] = {}
+    for rank, args in arguments.items():
+        ranks.setdefault(id(args), []).append(rank)
+    for alike in ranks.values():
+        yield alike, arguments[alike[0]]
+
+
+def _for_ranks(request: pb.SessionRequest, ranks: Sequence[int]) -> pb.SessionRequest:
+    """The same request for these ranks alone."""
+    told = pb.SessionRequest()
+    told.CopyFrom(request)
+    inner = told.call if told.HasField("call") else told.attach
+    inner.ranks[:] = ranks
+    return told

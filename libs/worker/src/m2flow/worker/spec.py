@@ -1,0 +1,83 @@
+"""A group before it exists: what it is made of and what it can be asked, so that planning needs no device."""
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from inspect import getattr_static
+from typing import Any, Literal, NoReturn
+
+# What the runtime itself calls; not for callers of a group.
+_RESERVED = frozenset({"setup", "group", "context", "config", "on_death", "in_step"})
+
+
+@dataclass(frozen=True)
+class MethodRef:
+    """A method of a group that exists, by name; `is_stage` says whether it takes and gives items."""
+
+    group: str
+    name: str
+    is_stage: bool
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A group of workers of one class. Nothing of it runs.
+
+    `target` names the class as "module:qualname". `methods` are all public methods, `stages` those marked as such.
+    An attribute of a method's name is its `MethodRef`; a name that is neither is an AttributeError that suggests one.
+    """
+
+    name: str
+    target: str
+    config: Any
+    methods: tuple[str, ...]
+    stages: tuple[str, ...]
+    device_kind: str = "cpu"
+    devices_per_rank: int | None = 1
+    min_devices: int = 1
+    max_devices: int = 0
+    can_offload: bool = False
+    in_step: bool = False
+    on_death: Literal["retry", "drop", "stop"] = "stop"
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", self.name):
+            raise ValueError(f"group name: got {self.name!r}, want small letters, digits and underscores")
+        if self.devices_per_rank is not None and self.devices_per_rank < 1:
+            raise ValueError(
+                f"group {self.name}: got devices_per_rank={self.devices_per_rank}, want at least 1, or None for all"
+            )
+        if self.min_devices < 1 or (self.max_devices and self.max_devices < self.min_devices):
+            raise ValueError(
+                f"group {self.name}: got {self.min_devices} to {self.max_devices} devices, want 1 <= min <= max"
+            )
+
+    def method(self, name: str) -> MethodRef:
+        """The method of that name. Raises AttributeError, with the nearest name, where there is none."""
+        if name not in self.methods:
+            unknown_method(self.name, name, self.methods)
+        return MethodRef(self.name, name, name in self.stages)
+
+    def __getattr__(self, name: str) -> MethodRef:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self.method(name)
+
+
+def unknown_method(group: str, name: str, methods: tuple[str, ...]) -> NoReturn:
+    """Raises the AttributeError for a method that a group has not."""
+    near = get_close_matches(name, methods, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(methods) or 'none'}"
+    raise AttributeError(f"group {group!r} has no method {name!r}: {hint}")
+
+
+def method_names(worker: type) -> tuple[str, ...]:
+    """The public methods of a worker class, without those that only the runtime calls."""
+    names = (name for name in dir(worker) if not name.startswith("_") and name not in _RESERVED)
+    return tuple(name for name in names if callable(getattr_static(worker, name)))
+
+
+def group_name(class_name: str) -> str:
+    """A class's name in snake case, without "worker"."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", class_name.lstrip("_")).lower()
+    return words.removesuffix("_worker") or words

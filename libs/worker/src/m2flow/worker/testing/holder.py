@@ -1,0 +1,20 @@
+"""A worker that holds its devices for a while: what the device lock is tested with."""
+
+import time
+
+from m2flow.worker.base import Worker
+from m2flow.worker.turns import DeviceLock
+
+
+class Holder(Worker):
+    """Each rank is a unit of its own; one that dies is restarted without its call."""
+
+    on_death = "drop"
+
+    def hold(self, seconds: float) -> str:
+        """Takes a turn on its devices and keeps it."""
+        context = self.context
+        owner = f"{context.group}.{context.rank}"
+        with DeviceLock(context.endpoint).turn(owner, context.device_ids, (0, context.rank)):
+            time.sleep(seconds)
+        return "held"

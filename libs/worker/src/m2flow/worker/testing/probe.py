@@ -1,0 +1,109 @@
+"""A worker that answers, prints, sleeps, fails and dies as it is told: what a launcher is tested with."""
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from m2flow.worker.base import Worker
+from m2flow.worker.context import WorkerContext
+
+
+class Probe(Worker):
+    """Does what it is told. `config` is a tree that it gives back; {"setup": "raise"} makes its setup fail."""
+
+    def setup(self) -> None:
+        self.count = 0
+        if isinstance(self.config, dict) and self.config.get("setup") == "raise":
+            raise RuntimeError("the probe was told to fail in setup")
+
+    def echo(self, value: Any) -> Any:
+        """Gives the value back."""
+        return value
+
+    def whoami(self) -> dict[str, Any]:
+        """Its rank, process, devices, cores, config and start."""
+        context = self.context
+        return {
+            "group": context.group,
+            "rank": context.rank,
+            "world_size": context.world_size,
+            "pid": os.getpid(),
+            "devices": [device.name for device in context.devices],
+            "cores": sorted(os.sched_getaffinity(0)),
+            "torch": "torch" in sys.modules,
+            "config": self.config,
+            "attempt": context.attempt,
+        }
+
+    def add(self, amount: int) -> int:
+        """Counts, in the life of this process."""
+        self.count += amount
+        return self.count
+
+    def sleep(self, seconds: float) -> float:
+        """Sleeps, under the timer "sleep"."""
+        with self.context.timer("sleep"):
+            time.sleep(seconds)
+        return seconds
+
+    def say(self, line: str) -> None:
+        """Prints a line."""
+        print(line, flush=True)
+
+    def fail(self, message: str) -> None:
+        """Raises a ValueError."""
+        raise ValueError(message)
+
+    def exit(self, code: int) -> None:
+        """Calls sys.exit."""
+        sys.exit(code)
+
+    def exit_hard(self, code: int) -> None:
+        """Ends the process without a word to anyone."""
+        os._exit(code)
+
+    def die(self) -> None:
+        """Kills its own process by SIGKILL."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_once(self) -> int:
+        """Kills its own process the first time that the rank is started; then says how often it was."""
+        if self.context.attempt == 0:
+            self.die()
+        return self.context.attempt
+
+    def listen(self, peer: str) -> Any:
+        """Asks another rank and fails when that one dies: an echo, not a cause."""
+        return self.context.endpoint.request(peer, "rank", "ask", b"")
+
+
+class RetryProbe(Probe):
+    """A probe that is restarted and given its calls again."""
+
+    on_death = "retry"
+
+
+class DropProbe(Probe):
+    """A probe that is restarted without its calls."""
+
+    on_death = "drop"
+
+
+class Companion:
+    """An object that lives beside a probe."""
+
+    def __init__(self, worker: Probe, context: WorkerContext, word: str) -> None:
+        self.worker = worker
+        self.context = context
+        self.word = word
+
+    def greet(self) -> str:
+        """A word and the rank."""
+        return f"{self.word} {self.context.rank} of start {self.context.attempt}"
+
+    def count_with(self, amount: int) -> int:
+        """Counts on the worker, within its turn."""
+        with self.context.turn:
+            return self.worker.add(amount)

@@ -1,0 +1,44 @@
+"""The conformance suite on the launchers of this machine."""
+
+import pytest
+
+from m2flow.worker import Cluster, RefusedError, launch_run
+from m2flow.worker.testing import Probe
+from m2flow.worker.testing.conformance import LauncherConformance
+
+
+class TestInproc(LauncherConformance):
+    launcher = "inproc"
+    dies = False
+
+    def test_a_thread_cannot_be_killed(self) -> None:
+        with pytest.raises(RefusedError, match="a thread cannot be killed: use process"):
+            self.group.kill(0)
+
+
+@pytest.mark.medium
+class TestProcess(LauncherConformance):
+    launcher = "process"
+
+
+def test_an_unknown_launcher_is_refused() -> None:
+    with pytest.raises(ValueError, match="got 'thread', want one of 'inproc', 'process'"):
+        launch_run(Cluster.virtual(1), launcher="thread")
+
+
+def test_a_placement_of_the_wrong_kind_is_refused() -> None:
+    with launch_run(Cluster.virtual(1), launcher="inproc") as session, pytest.raises(ValueError, match="'virtual'"):
+        session.start(Probe.group(), "0")
+
+
+def test_a_silent_run_says_who_waits_for_whom(capsys: pytest.CaptureFixture[str]) -> None:
+    with launch_run(Cluster.virtual(1), launcher="inproc", silence_s=0.2) as session:
+        group = session.start(Probe.group(device_kind="virtual"), "0*2")
+        group.on(1).echo(1)
+        sleeping = group.on(0).sleep(0.6)
+        group.on(0).echo(1)
+        sleeping.wait(10)
+    assert (
+        "[m2flow] nothing has happened for 0 s\n  probe.0: in sleep for 0 s, 1 more behind it"
+        in capsys.readouterr().err
+    )

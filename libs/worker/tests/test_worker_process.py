@@ -1,0 +1,172 @@
+"""The process launcher: what is left, who outlives whom, and what a worker process holds."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from m2flow.worker import AgentAddress, Cluster, LaunchError, Session, WorkerFailed, launch_run
+from m2flow.worker.testing import Probe, RetryProbe
+from m2flow.worker.testing.torch_probe import TorchProbe
+
+pytestmark = pytest.mark.medium
+
+DRIVER = """
+import sys, time
+from m2flow.worker import Cluster, launch_run
+from m2flow.worker.testing import Probe
+with launch_run(Cluster.virtual(2), run_dir=".") as session:
+    group = session.start(Probe.group(device_kind="virtual"), "0-1")
+    print(session._links["node0"].agent.pid, *group.pids, flush=True)
+    group.sleep(60.0).wait()
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def session_members(agent: int) -> list[int]:
+    """The processes of the agent's session: all that a run has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                if int(fields[3]) == agent and fields[0] != "Z":
+                    found.append(int(entry.name))
+    return found
+
+
+def wait_for_end(agent: int, directory: Path, deadline_s: float = 5.0) -> None:
+    """Fails when a process of the run or its private directory is left after the deadline."""
+    end = time.monotonic() + deadline_s
+    while session_members(agent) or list(directory.iterdir()):
+        assert time.monotonic() < end, f"left: {session_members(agent)}, {list(directory.iterdir())}"
+        time.sleep(0.02)
+
+
+def agent_of(session: Session) -> int:
+    return int(session._links["node0"].agent.pid)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def private(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the run's private directories are made: empty before and after. Short, for socket paths."""
+    with tempfile.TemporaryDirectory(prefix="m2f-") as name:
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        monkeypatch.setenv("TMPDIR", name)
+        yield Path(name)
+        assert list(Path(name).iterdir()) == []
+
+
+def started_driver(private: Path) -> tuple["subprocess.Popen[str]", list[int]]:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=private.parent
+    )
+    assert driver.stdout is not None
+    return driver, [int(word) for word in driver.stdout.readline().split()]
+
+
+@pytest.mark.timeout(30)
+def test_when_the_driver_is_killed_everything_ends(private: Path) -> None:
+    driver, pids = started_driver(private)
+    assert len(pids) == 3
+    assert all(map(alive, pids))
+    driver.kill()
+    driver.communicate()
+    wait_for_end(pids[0], private)
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.timeout(30)
+def test_ctrl_c_ends_a_run_within_five_seconds(private: Path) -> None:
+    driver, pids = started_driver(private)
+    start = time.monotonic()
+    driver.send_signal(signal.SIGINT)
+    _, errors = driver.communicate(timeout=5.0)
+    assert time.monotonic() - start < 5.0
+    assert errors.strip().endswith("KeyboardInterrupt")
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("victim", ["agent", "zygote"])
+def test_when_the_middle_is_killed_the_run_fails_and_everything_ends(private: Path, victim: str) -> None:
+    with launch_run(Cluster.virtual(2), on_log=lambda *_: None) as session:
+        group = session.start(Probe.group(device_kind="virtual"), "0-1")
+        agent = agent_of(session)
+        (zygote,) = set(session_members(agent)) - {agent, *group.pids}
+        start = time.monotonic()
+        os.kill(agent if victim == "agent" else zygote, signal.SIGKILL)
+        while session.failure is None:
+            assert time.monotonic() - start < 5.0
+            time.sleep(0.01)
+    wait_for_end(agent, private)
+
+
+@pytest.mark.timeout(50)
+def test_random_kills_leave_nothing(private: Path) -> None:
+    rng = random.Random(7)
+    with launch_run(Cluster.virtual(2), on_log=lambda *_: None, max_restarts=100) as session:
+        group = session.start(RetryProbe.group(device_kind="virtual"), "0-1*2")
+        agent = agent_of(session)
+        for _ in range(10):
+            rank = rng.randrange(4)
+            pid = group.pids[rank]
+            os.kill(pid, signal.SIGKILL)
+            handle = group.echo(rank)
+            assert handle.result(10) == [rank] * 4
+    wait_for_end(agent, private)
+
+
+def test_logs_reach_the_driver(private: Path) -> None:
+    lines: list[tuple[str, int, str]] = []
+    with launch_run(Cluster.virtual(2), on_log=lambda *line: lines.append(line)) as session:
+        session.start(Probe.group(device_kind="virtual"), "0-1").say("a line").wait(10)
+    assert sorted(lines) == [("probe", 0, "a line"), ("probe", 1, "a line")]
+
+
+def test_a_worker_has_its_cores_and_no_torch_unless_its_class_has(private: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    with launch_run(Cluster.local()) as session:
+        probe, torch_probe = session.start_all(
+            [(Probe.group(), "0"), (TorchProbe.group(devices_per_rank=None), "cpu:all")]
+        )
+        (answer,) = probe.whoami().result(10)
+        assert answer["cores"] == [cores[0]]
+        assert answer["torch"] is False
+        assert torch_probe.threads().result(10) == [{"threads": len(cores), "cores": len(cores)}]
+
+
+def test_the_token_is_asked_for_and_the_directory_is_private(private: Path) -> None:
+    cluster = Cluster.virtual(1)
+    with launch_run(cluster) as session:
+        (directory,) = private.iterdir()
+        assert directory.stat().st_mode & 0o777 == 0o700
+        address = session._links["node0"].agent.address  # type: ignore[attr-defined]
+        with pytest.raises(LaunchError, match="another token"):
+            launch_run(cluster, agents={"node0": AgentAddress(address, "guess")})
+
+
+def test_a_failure_reaches_every_waiting_call(private: Path) -> None:
+    with launch_run(Cluster.virtual(2), on_log=lambda *_: None) as session:
+        group = session.start(Probe.group(device_kind="virtual"), "0-1")
+        waiting = group.on(1).sleep(30.0)
+        group.kill(0)
+        with pytest.raises(WorkerFailed) as caught:
+            waiting.result(5)
+    assert (caught.value.rank, caught.value.phase) == (0, "idle")
+    assert caught.value.cause.startswith("SIGKILL")

@@ -19,6 +19,7 @@ class StageKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STAGE_KIND_PUBLISH: _ClassVar[StageKind]
     STAGE_KIND_SINK: _ClassVar[StageKind]
     STAGE_KIND_MERGE: _ClassVar[StageKind]
+    STAGE_KIND_JOIN: _ClassVar[StageKind]
 
 class Residency(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -46,6 +47,7 @@ STAGE_KIND_BARRIER: StageKind
 STAGE_KIND_PUBLISH: StageKind
 STAGE_KIND_SINK: StageKind
 STAGE_KIND_MERGE: StageKind
+STAGE_KIND_JOIN: StageKind
 RESIDENCY_UNSPECIFIED: Residency
 RESIDENCY_RESIDENT: Residency
 RESIDENCY_OFFLOADED: Residency
@@ -59,7 +61,7 @@ SPAN_KIND_ONLOAD: SpanKind
 SPAN_KIND_OFFLOAD: SpanKind
 
 class Stage(_message.Message):
-    __slots__ = ("name", "kind", "group", "method", "by", "to", "expansion", "location", "quota", "after")
+    __slots__ = ("name", "kind", "group", "method", "by", "to", "expansion", "location", "quota", "after", "order_window", "epochs", "branch")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +72,9 @@ class Stage(_message.Message):
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     QUOTA_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
+    ORDER_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: StageKind
     group: str
@@ -80,7 +85,10 @@ class Stage(_message.Message):
     location: str
     quota: Quota
     after: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[StageKind, str]] = ..., group: _Optional[str] = ..., method: _Optional[str] = ..., by: _Optional[str] = ..., to: _Optional[str] = ..., expansion: _Optional[float] = ..., location: _Optional[str] = ..., quota: _Optional[_Union[Quota, _Mapping]] = ..., after: _Optional[_Iterable[str]] = ...) -> None: ...
+    order_window: int
+    epochs: int
+    branch: str
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[StageKind, str]] = ..., group: _Optional[str] = ..., method: _Optional[str] = ..., by: _Optional[str] = ..., to: _Optional[str] = ..., expansion: _Optional[float] = ..., location: _Optional[str] = ..., quota: _Optional[_Union[Quota, _Mapping]] = ..., after: _Optional[_Iterable[str]] = ..., order_window: _Optional[int] = ..., epochs: _Optional[int] = ..., branch: _Optional[str] = ...) -> None: ...
 
 class Quota(_message.Message):
     __slots__ = ("count", "carry_surplus")

@@ -1,0 +1,179 @@
+"""What reaches a stage: items from one channel, through glue and source order, cut into chunks.
+
+Leases are kept until the outputs that they caused have been put. Where the stage is the head of a feedback loop, the
+inbox also knows when the loop is empty: when every producer outside has said that its items are in, and as many have
+left as entered.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from m2flow.comm import Channel, IterationEnded, Lease, PeerLostError
+from m2flow.flow._mail import ENTERED, parse_id
+from m2flow.flow.glue import Glue, Quota
+from m2flow.flow.microflow import MicroFlow, MicroStage, Op
+from m2flow.flow.order import SourceOrder
+from m2flow.worker import Item
+
+# How often to look whether a producer that died has come back.
+_RESTART_S = 0.05
+
+
+@dataclass
+class Chunk:
+    """A piece of a stage's work: living items, tombstones that pass it by, and the leases behind both."""
+
+    items: list[Item]
+    dead: list[Item] = field(default_factory=list)
+    leases: list[Lease] = field(default_factory=list)
+    rounds: dict[tuple[int, ...], int] = field(default_factory=dict)
+    inputs: list[str] = field(default_factory=list)
+
+    def round_of(self, item: Item) -> int:
+        """The round of the input that an output comes of: the one whose place its own place starts with."""
+        return next((self.rounds[item.seq[:n]] for n in range(len(item.seq), 0, -1) if item.seq[:n] in self.rounds), 0)
+
+
+class Inbox:
+    """One iteration of a stage's input on one rank."""
+
+    def __init__(
+        self,
+        flow: MicroFlow,
+        stage: MicroStage,
+        channel: Channel,
+        iteration: int,
+        *,
+        rank: int,
+        quota: Callable[[Op, Counter[str]], Quota],
+    ) -> None:
+        """`quota` makes the operation of a quota, which outlives the iteration and reports to the driver."""
+        inbox = stage.inbox
+        outside = [port for port in inbox.ports if port not in inbox.feedback]
+        num_ranks = len(flow.endpoints(stage.name))
+        self._flow = flow
+        self._stage = stage
+        self._channel = channel
+        self._iteration = iteration
+        self._key = str(rank) if inbox.routed else None
+        self._glue = Glue(inbox.ops, inbox.head, quota)
+        stride = num_ranks if inbox.routed else 1
+        self._order = SourceOrder(inbox.window, offset=rank if inbox.routed else 0, stride=stride)
+        self._ready: deque[Item] = deque()
+        self._leases: dict[str, list[Lease]] = {}
+        # The processes that put items into a loop from outside.
+        self._entering = sum(len(flow.endpoints(port)) for port in outside)
+        self._live = 0
+        self.ended = not inbox.ports
+
+    @property
+    def lost(self) -> Counter[str]:
+        """Tombstones that ended in a gather here, by reason."""
+        return self._glue.lost
+
+    def next(self, *, timeout_s: float | None = None) -> Chunk | None:
+        """The next chunk, or None when the iteration has ended. Blocks; raises TimeoutError_ after `timeout_s`."""
+        while True:
+            if self._stage.inbox.feedback and not self._entering and not self._live and not self._ready:
+                self._finish()
+            chunk = self._cut()
+            if chunk is not None or self.ended:
+                return chunk
+            self._pull(timeout_s)
+
+    def ack(self, chunk: Chunk) -> None:
+        """Commits a chunk, after its outputs were put."""
+        if chunk.leases:
+            self._channel.ack(chunk.leases)
+
+    def ack_rest(self) -> None:
+        """Commits what was taken and led to no chunk: the far halves of splits."""
+        rest = [lease for leases in self._leases.values() for lease in leases]
+        self._leases.clear()
+        if rest:
+            self._channel.ack(rest)
+
+    def _pull(self, timeout_s: float | None) -> None:
+        share = self._stage.share
+        want = 1 if self._stage.eager else self._glue.demand(share - self._num_ready())
+        try:
+            leases = self._channel.get_batch(want, key=self._key, iteration=self._iteration, timeout_s=timeout_s)
+        except IterationEnded:
+            self._finish()
+            return
+        except PeerLostError as lost:
+            if not self._flow.comes_back(lost.peer):
+                raise
+            time.sleep(_RESTART_S)
+            return
+        for lease in leases:
+            self._take(lease)
+
+    def _take(self, lease: Lease) -> None:
+        item: Item = lease.item
+        if item.tombstone == ENTERED:
+            self._entering -= 1
+            self._channel.ack(lease)
+            return
+        port = parse_id(lease.id).port
+        self._leases.setdefault(item.id, []).append(lease)
+        made = self._glue.push(item, port)
+        if port in self._stage.inbox.feedback:
+            made = [item for item in made if not item.tombstone]
+            self._live -= not made
+        elif self._stage.inbox.feedback:
+            self._live += 1
+        self._sort(made)
+
+    def _finish(self) -> None:
+        self._sort(self._glue.finish())
+        self._ready.extend(self._order.finish())
+        self.ended = True
+
+    def _sort(self, items: Iterable[Item]) -> None:
+        for item in items:
+            self._ready.extend(self._order.push(item))
+
+    def _num_ready(self) -> int:
+        """Items that count towards a chunk: in source order a tombstone takes its place, else only the living do."""
+        if self._stage.inbox.window:
+            return len(self._ready)
+        return sum(not item.tombstone for item in self._ready)
+
+    def _cut(self) -> Chunk | None:
+        share = self._stage.share
+        count = self._num_ready()
+        full = count >= share or self.ended or (self._stage.eager and count > 0)
+        if not self._ready:
+            return None
+        if not full:
+            if self._stage.inbox.window:
+                return None
+            dead = [item for item in self._ready if item.tombstone]
+            self._ready = deque(item for item in self._ready if not item.tombstone)
+            return self._chunk([], dead) if dead else None
+        items: list[Item] = []
+        dead = []
+        while self._ready and len(items) + (len(dead) if self._stage.inbox.window else 0) < share:
+            item = self._ready.popleft()
+            (dead if item.tombstone else items).append(item)
+        return self._chunk(items, dead)
+
+    def _chunk(self, items: list[Item], dead: list[Item]) -> Chunk:
+        chunk = Chunk(items, dead)
+        for item in [*items, *dead]:
+            for lease in self._leases_of(item):
+                address = parse_id(lease.id)
+                chunk.leases.append(lease)
+                chunk.inputs.append(f"{address.port}|{address.place}")
+                chunk.rounds[item.seq] = address.round
+        chunk.items.sort(key=lambda item: item.seq)
+        return chunk
+
+    def _leases_of(self, item: Item) -> list[Lease]:
+        found = self._leases.pop(item.id, [])
+        for member in item.members:
+            found += self._leases_of(member)
+        return found

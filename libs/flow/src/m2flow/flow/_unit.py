@@ -1,0 +1,121 @@
+"""One rank's presence on its devices: whose turn it is, what is loaded, and which weights it has.
+
+Nobody keeps a turn while waiting for input: a turn is asked for with a chunk in hand, and given up when there is no
+next one. So whoever holds devices can go on, unless its outputs find no room, which `check_plan` rules out.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from m2flow.flow._outlet import Tally
+from m2flow.flow._quota import QuotaMaker
+from m2flow.flow._spans import Recorder
+from m2flow.flow.errors import RunStopped
+from m2flow.flow.microflow import DRIVER, MicroGroup, MicroStage
+from m2flow.proto.flow.v1 import flow_pb2 as pb
+from m2flow.worker import DeviceLock, Worker, WorkerContext
+
+
+class Unit:
+    """Shared by the stage loops of one rank."""
+
+    def __init__(self, worker: Worker, context: WorkerContext, recorder: Recorder) -> None:
+        self.worker = worker
+        self.context = context
+        self.recorder = recorder
+        self.tally = Tally()
+        self.quotas = QuotaMaker(context.endpoint)
+        self._lock = DeviceLock(context.endpoint, host=DRIVER)
+        self._mutex = threading.Lock()
+        self._inside = 0
+        self._loaded = True
+        self._weights = threading.Condition()
+        self._version = -1
+        self._stopped = False
+
+    def enter(self, stage: MicroStage, group: MicroGroup, iteration: int) -> ExitStack:
+        """Takes the devices for a stage and loads the worker; close the result to leave. Blocks until its turn."""
+        turn = ExitStack()
+        if not stage.locked:
+            return turn
+        owner, devices = group.unit(self.context.rank)
+        with self.recorder.span(pb.SPAN_KIND_WAIT_LOCK, stage.name, iteration):
+            turn.enter_context(self._lock.turn(owner, devices, (iteration, stage.position)))
+        turn.enter_context(self._loaded_while_inside(stage.name, group.offload, iteration))
+        return turn
+
+    @contextmanager
+    def working(self, stage: str, iteration: int) -> Iterator[None]:
+        """Holds the worker: its methods run one at a time."""
+        if not self.context.turn.acquire(blocking=False):
+            with self.recorder.span(pb.SPAN_KIND_WAIT_LOCK, stage, iteration):
+                self.context.turn.acquire()
+        try:
+            yield
+        finally:
+            self.context.turn.release()
+
+    @contextmanager
+    def running(self, stage: str, iteration: int) -> Iterator[pb.Span]:
+        """Holds the worker and records that it is busy."""
+        with self.working(stage, iteration), self.recorder.span(pb.SPAN_KIND_BUSY, stage, iteration) as span:
+            yield span
+
+    def await_weights(self, stage: str, iteration: int, version: int) -> None:
+        """Waits until the worker has weights of `version` or later. Raises RunStopped at the end of the run."""
+        with self._weights:
+            if self._version < version:
+                with self.recorder.span(pb.SPAN_KIND_WAIT_WEIGHTS, stage, iteration):
+                    self._weights.wait_for(lambda: self._version >= version or self._stopped)
+            if self._stopped:
+                raise RunStopped(f"{stage}: the run was stopped while it waited for weights of version {version}")
+
+    def have_weights(self, version: int) -> None:
+        """Notes that the worker has weights of `version`."""
+        with self._weights:
+            self._version = max(version, self._version)
+            self._weights.notify_all()
+
+    @property
+    def version(self) -> int:
+        """The version of the worker's weights; -1 before the first."""
+        return self._version
+
+    def stop(self) -> None:
+        """Wakes whoever waits here."""
+        with self._weights:
+            self._stopped = True
+            self._weights.notify_all()
+
+    @contextmanager
+    def _loaded_while_inside(self, stage: str, offload: bool, iteration: int) -> Iterator[None]:
+        # Two stages of one rank may be in the same turn: the first loads, the last unloads.
+        with self._mutex:
+            self._inside += 1
+            if not self._loaded:
+                with self.working(stage, iteration), self.recorder.span(pb.SPAN_KIND_ONLOAD, stage, iteration) as span:
+                    self.worker.onload()
+                    span.peak_bytes = self.worker.resident_bytes()
+                self._loaded = True
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._inside -= 1
+                if offload and not self._inside:
+                    with self.working(stage, iteration), self.recorder.span(pb.SPAN_KIND_OFFLOAD, stage, iteration):
+                        self.worker.offload()
+                    self._loaded = False
+
+    def rest(self, group: MicroGroup) -> None:
+        """Offloads a worker that shares its devices, before anyone's first turn."""
+        with self._mutex:
+            if group.offload and self._loaded and not self._inside:
+                with self.context.turn:
+                    self.worker.offload()
+                self._loaded = False
+            elif not group.offload and not self._loaded:
+                with self.context.turn:
+                    self.worker.onload()
+                self._loaded = True

@@ -1,0 +1,60 @@
+"""Publishing: weights leave one group at the end of its iteration and reach another at its own safe point.
+
+Both sides are stages: they take turns on devices, they have spans, and an iteration is over when they are. Weights of
+version t+1 are those that iteration t left behind; they are staged once in host memory and mapped by every receiver.
+"""
+
+from m2flow.flow._loop import await_gate
+from m2flow.flow._unit import Unit
+from m2flow.flow.microflow import MicroFlow, MicroStage
+from m2flow.proto.flow.v1 import flow_pb2 as pb
+
+
+class Publication:
+    """The sending side: one publish stage on one rank of the group whose weights it sends."""
+
+    def __init__(self, flow: MicroFlow, stage: MicroStage, unit: Unit) -> None:
+        self._flow = flow
+        self._stage = stage
+        self._unit = unit
+
+    def run(self, iteration: int) -> None:
+        """Sends what the iteration left, once the stages before it have ended it. Blocks."""
+        await_gate(self._flow, self._stage, self._unit, iteration)
+        self.send(iteration, iteration + 1)
+
+    def send(self, iteration: int, version: int) -> None:
+        """Stages the worker's weights as `version`, in its turn; receivers wait for it where it is staged. Blocks."""
+        stage, unit = self._stage, self._unit
+        group = self._flow.group(stage.group)
+        if unit.context.rank and not group.in_step:
+            return  # Replicas are alike: the first one's weights stand for all.
+        with unit.enter(stage, group, iteration), unit.running(stage.name, iteration) as span:
+            span.items = 1
+            weights = unit.worker.named_weights()  # type: ignore[attr-defined]
+            if unit.context.rank == 0:
+                unit.context.endpoint.stage_weights(stage.name, version, weights)
+
+
+class Reception:
+    """The receiving side: the same publish stage on one rank of the group that gets the weights."""
+
+    def __init__(self, flow: MicroFlow, stage: MicroStage, unit: Unit) -> None:
+        self._flow = flow
+        self._stage = stage
+        self._unit = unit
+
+    def run(self, iteration: int) -> None:
+        """Takes the weights that the iteration left behind. Blocks until the worker has them."""
+        self.receive(iteration, iteration + 1)
+
+    def receive(self, iteration: int, version: int) -> None:
+        """Waits for `version` to be staged and loads it into the worker, in its turn. Blocks."""
+        stage, unit = self._stage, self._unit
+        with unit.recorder.span(pb.SPAN_KIND_WAIT_WEIGHTS, stage.name, iteration):
+            weights = unit.context.endpoint.fetch_weights(f"{stage.group}.0", stage.name, version)
+        group = self._flow.group(stage.to)
+        with unit.enter(stage, group, iteration), unit.running(stage.name, iteration) as span:
+            span.items = 1
+            unit.worker.load_weights(weights, version)  # type: ignore[attr-defined]
+        unit.have_weights(version)

@@ -1,0 +1,91 @@
+"""Source order: items that arrive in any order, released by their `seq`.
+
+A `seq` is a path: the position at the source, then the index among the children of each parent. A child's groups name
+its parent and how many children that has, so what comes next is known without waiting for the end of the iteration.
+"""
+
+from collections.abc import Sequence
+
+from m2flow.worker import Item
+
+Seq = tuple[int, ...]
+
+
+def seq_of_group(members: Sequence[Seq]) -> Seq:
+    """The place of a group among groups: what its members' places have in common; of a lone member, its parent's."""
+    if len(members) == 1:
+        return members[0][:-1] or members[0]
+    common: list[int] = []
+    for parts in zip(*members, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return tuple(common) or min(members)
+
+
+class SourceOrder:
+    """Releases the items of one iteration in windows of `window` by source order; 1 is strict, 0 as they arrive.
+
+    A consumer that is dealt every `stride`-th source item from `offset` on sees a sequence without gaps. Windows wider
+    than 1 count whole source items (a group each); items that are deeper than that are put in strict order.
+    """
+
+    def __init__(self, window: int, *, offset: int = 0, stride: int = 1) -> None:
+        self._window = window
+        self._offset = offset
+        self._stride = stride
+        self._next: Seq = (offset,)
+        self._early: dict[Seq, Item] = {}
+        self._released = 0
+
+    def push(self, item: Item) -> list[Item]:
+        """Takes an item; returns the items whose turn it is now, in order."""
+        if self._window == 0:
+            return [item]
+        if self._window > 1 and len(item.seq) == 1:
+            return self._push_window(item)
+        self._early[item.seq] = item
+        released = []
+        while (found := self._first()) is not None:
+            released.append(self._early.pop(found))
+            self._next = self._after(released[-1])
+        return released
+
+    def finish(self) -> list[Item]:
+        """Ends the iteration; returns what is left, in order."""
+        left = [self._early[seq] for seq in sorted(self._early)]
+        self._early.clear()
+        return left
+
+    def _first(self) -> Seq | None:
+        """The early item at the next place: the place itself, or the first of its children."""
+        for seq in self._early:
+            depth = len(self._next)
+            if seq[:depth] == self._next and not any(seq[depth:]):
+                return seq
+        return None
+
+    def _after(self, item: Item) -> Seq:
+        seq = item.seq
+        sizes = {group.key: group.size for group in item.groups.values()}
+        while len(seq) > 1:
+            parent = seq[:-1]
+            size = sizes.get(f"{item.iteration}:{'.'.join(map(str, parent))}")
+            if size is None or seq[-1] + 1 < size:
+                return (*parent, seq[-1] + 1)
+            seq = parent
+        return (seq[0] + self._stride,)
+
+    def _push_window(self, item: Item) -> list[Item]:
+        self._early[item.seq] = item
+        released: list[Item] = []
+        while True:
+            window = self._released // self._window
+            due = [seq for seq in sorted(self._early) if self._index(seq) // self._window <= window]
+            if not due:
+                return released
+            released += [self._early.pop(seq) for seq in due]
+            self._released += len(due)
+
+    def _index(self, seq: Seq) -> int:
+        return (seq[0] - self._offset) // self._stride

@@ -1,0 +1,48 @@
+"""Fuse: glue moves into the inbox of whoever consumes it.
+
+    before   reward.score -> [gather] -> [map] -> actor.train         three channels, two of them between functions
+    after    reward.score -> actor.train (gather | map)               one channel; glue runs at its consumer
+
+Glue that several stages consume is run by each of them: it is pure, and cheaper than a process and a copy.
+"""
+
+from dataclasses import replace
+
+from m2flow.flow.graph import Graph
+from m2flow.flow.microflow import Inbox, MicroFlow, MicroStage
+from m2flow.proto.flow.v1 import flow_pb2 as pb
+
+_GLUE = frozenset({"map", "filter", "gather", "barrier", "merge", "join"})
+
+
+def fuse(flow: MicroFlow, graph: Graph, plan: pb.ExecutionPlan) -> MicroFlow:
+    """Returns the flow without glue stages: their operations are in their consumers' inboxes, in order."""
+    glue = {stage.name: stage for stage in flow.stages if stage.kind in _GLUE}
+    kept = tuple(replace(stage, inbox=_absorb(stage.inbox, glue)) for stage in flow.stages if stage.name not in glue)
+    return replace(flow, stages=kept)
+
+
+def _absorb(inbox: Inbox, glue: dict[str, MicroStage]) -> Inbox:
+    absorbed: dict[str, MicroStage] = {}
+    far: list[str] = []
+    feedback: list[str] = []
+
+    def visit(port: str, back: bool) -> None:
+        if port not in glue:
+            far.append(port)
+            if back:
+                feedback.append(port)
+        elif port not in absorbed:
+            absorbed[port] = glue[port]
+            for deeper in glue[port].inbox.ports:
+                visit(deeper, back)
+
+    for port in inbox.ports:
+        visit(port, port in inbox.feedback)
+    ops = tuple(op for name, stage in glue.items() if name in absorbed for op in stage.inbox.ops)
+    return replace(
+        inbox,
+        ports=tuple(dict.fromkeys(far)),
+        feedback=tuple(dict.fromkeys(feedback)),
+        ops=(*ops, *inbox.ops),
+    )

@@ -1,0 +1,166 @@
+"""One iteration, as the driver sees it: items go in at the source, results come out at the sink."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from m2flow.comm import CommError, Endpoint, TimeoutError_
+from m2flow.flow._inbox import Inbox
+from m2flow.flow._mail import inbox_channel
+from m2flow.flow._outlet import Outlet, Tally
+from m2flow.flow._quota import QuotaBoard, QuotaMaker
+from m2flow.flow.errors import RunStopped
+from m2flow.flow.microflow import DRIVER, MicroFlow, Op
+from m2flow.flow.result import IterationResult
+from m2flow.proto.flow.v1 import flow_pb2 as pb
+from m2flow.worker import AttachedGroup, CallHandle, Item
+
+# Gives the items from a place on, as many as it likes, none where the source is dry.
+More = Callable[[int], Sequence[Item]]
+
+# How often a wait on channels looks whether the run has failed meanwhile.
+_LOOK_S = 0.2
+# How long the word of a failure may take to arrive once its effect was seen.
+_FAILURE_S = 10.0
+
+
+class Pending:
+    """An iteration under way, made by `Runtime.submit`; `result` waits for it."""
+
+    def __init__(
+        self,
+        flow: MicroFlow,
+        iteration: int,
+        endpoint: Endpoint,
+        runners: Mapping[str, AttachedGroup],
+        *,
+        board: QuotaBoard,
+        more: More | None,
+        epoch_ns: int,
+        on_over: Callable[["Pending"], None],
+    ) -> None:
+        self.iteration = iteration
+        self._flow = flow
+        self._endpoint = endpoint
+        self._runners = runners
+        self._board = board
+        self._more = more
+        self._epoch_ns = epoch_ns
+        self._on_over = on_over
+        self._start_ns = time.monotonic_ns() - epoch_ns
+        source = next(stage.name for stage in flow.stages if stage.kind == "source")
+        self._outlet = Outlet(flow, source, endpoint, Tally())
+        self._quotas = [op for stage in flow.stages for op in stage.inbox.ops if op.kind == "first"]
+        self._num_fed = 0
+        self._handles: list[CallHandle] = []
+        self._result: IterationResult | None = None
+
+    def begin(self, items: Sequence[Item]) -> None:
+        """Starts the stages and feeds the first wave of items. Blocks only where the source's inbox is bounded.
+
+        Raises ValueError, and starts nothing, where the items are not in their places.
+        """
+        self._check(items)
+        for runner in self._runners.values():
+            runner.begin(self.iteration, self._flow)
+        self._feed(items)
+        if not self._quotas:
+            self._outlet.end(self.iteration)
+
+    def result(self) -> IterationResult:
+        """What the iteration gave. Blocks.
+
+        Raises WorkerFailed with the first cause where a worker failed, RunStopped where the run was stopped.
+        """
+        if self._result is None:
+            self._result = self._collect()
+            self._board.forget(self.iteration)
+            self._on_over(self)
+        return self._result
+
+    def _collect(self) -> IterationResult:
+        self._handles = [runner.finish(self.iteration, self._flow) for runner in self._runners.values()]
+        if self._quotas:
+            self._feed_until_full()
+        lost: Counter[str] = Counter()
+        outputs = self._drain(lost)
+        for handle in self._handles:
+            handle.wait()
+        self._raise_failure()
+        timeline = pb.Timeline()
+        for handle in self._handles:
+            for answer in handle.result():
+                timeline.spans.extend(pb.Timeline.FromString(answer["spans"]).spans)
+                lost.update(answer["lost"])
+        end_ns = time.monotonic_ns() - self._epoch_ns
+        timeline.spans.sort(key=lambda span: (span.start_ns, span.end_ns))
+        return IterationResult(self.iteration, outputs, timeline, dict(lost), self._start_ns, end_ns)
+
+    def _feed(self, items: Sequence[Item]) -> None:
+        for number, item in enumerate(items, start=self._num_fed):
+            if item.seq != (number,) or item.iteration != self.iteration:
+                want = f"{self.iteration}:{number}"
+                raise ValueError(
+                    f"submit: got item {item.id}, want {want}: Item(({number},), {self.iteration}, fields)"
+                )
+        self._outlet.put(items, [0] * len(items), self.iteration)
+        self._num_fed += len(items)
+
+    def _check(self, items: Sequence[Item]) -> None:
+        for number, item in enumerate(items, start=self._num_fed):
+            if item.seq != (number,) or item.iteration != self.iteration:
+                want = f"Item(({number},), {self.iteration}, fields)"
+                raise ValueError(f"submit: got item {item.id}, want {self.iteration}:{number}: make it with {want}")
+
+    def _feed_until_full(self) -> None:
+        while wanting := [op for op in self._quotas if not self._is_full(op)]:
+            items = self._more(self._num_fed) if self._more is not None and wanting else []
+            if not items:
+                break
+            self._feed(items)
+        self._outlet.end(self.iteration)
+
+    def _is_full(self, op: Op) -> bool:
+        while (verdict := self._board.decided(self.iteration, op, self._num_fed, _LOOK_S)) is None:
+            self._raise_failure()
+        return verdict
+
+    def _drain(self, lost: Counter[str]) -> list[Item]:
+        """Takes what reaches the sink until its producers have ended the iteration, or a worker has failed."""
+        sink = next(stage for stage in self._flow.stages if stage.kind == "sink")
+        if not sink.inbox.ports:
+            return []
+        channel = self._endpoint.channel(inbox_channel(self._flow.generation, sink.name), host=DRIVER)
+        quota = QuotaMaker(self._endpoint).for_iteration(self.iteration)
+        inbox = Inbox(self._flow, sink, channel, self.iteration, rank=0, quota=quota)
+        outputs: list[Item] = []
+        while True:
+            try:
+                chunk = inbox.next(timeout_s=_LOOK_S)
+            except TimeoutError_:
+                self._raise_failure()
+                continue
+            except CommError:
+                self._await_failure()
+                raise
+            if chunk is None:
+                break
+            outputs += chunk.items
+            lost.update(item.tombstone for item in chunk.dead)
+            inbox.ack(chunk)
+        inbox.ack_rest()
+        lost.update(inbox.lost)
+        return sorted(outputs, key=lambda item: item.seq)
+
+    def _await_failure(self) -> None:
+        """Gives whoever broke a channel the time to be heard of."""
+        end = time.monotonic() + _FAILURE_S
+        while time.monotonic() < end:
+            self._raise_failure()
+            time.sleep(_LOOK_S)
+
+    def _raise_failure(self) -> None:
+        """Raises the failure of a rank that has failed; RunStopped where one says that it was stopped."""
+        for handle in self._handles:
+            if handle.done() and any(answer.get("stopped") for answer in handle.result()):
+                raise RunStopped(f"iteration {self.iteration}: the run was stopped while {handle.name} waited for it")

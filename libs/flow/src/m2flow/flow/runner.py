@@ -1,0 +1,165 @@
+"""The part of the runtime that lives beside each worker: it runs the stages of one rank.
+
+The driver says `begin` for each iteration and later asks for what came of it with `finish`; in between nothing passes
+through it. Every stage has a thread; a publish stage has one on both sides.
+"""
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from m2flow.comm import ChannelClosedError, decode, encode
+from m2flow.flow._loop import StageLoop
+from m2flow.flow._rendezvous import Rendezvous
+from m2flow.flow._spans import Recorder
+from m2flow.flow._unit import Unit
+from m2flow.flow._weights import Publication, Reception
+from m2flow.flow.errors import RunStopped
+from m2flow.flow.microflow import MicroFlow, MicroStage
+from m2flow.proto.flow.v1 import flow_pb2 as pb
+from m2flow.worker import Worker, WorkerContext
+
+Job = Callable[[], Counter[str]]
+
+
+class RankRunner:
+    """Attached to every rank by the runtime, under the name "flow"."""
+
+    def __init__(self, worker: Worker, context: WorkerContext, epoch_ns: int) -> None:
+        """`epoch_ns`: when the run began, on the monotonic clock; spans count from there."""
+        self._recorder = Recorder(context.group, context.rank, context.device_ids, epoch_ns)
+        self._unit = Unit(worker, context, self._recorder)
+        self._rendezvous: Rendezvous | None = None
+        if type(worker).in_step and context.world_size > 1:
+            self._rendezvous = Rendezvous(context.endpoint, context.group, context.rank, context.world_size)
+        self._lanes: dict[str, _Lane] = {}
+        self._begun: dict[int, list[Future[Counter[str]]]] = {}
+
+    def begin(self, iteration: int, flow: MicroFlow) -> None:
+        """Starts an iteration: each stage follows its own previous one. Does not block."""
+        if iteration in self._begun:
+            return
+        self._begun[iteration] = [
+            self._lanes.setdefault(name, _Lane(name)).submit(job) for name, job in self._jobs(iteration, flow)
+        ]
+
+    def finish(self, iteration: int, flow: MicroFlow) -> dict[str, Any]:
+        """Waits for the end of an iteration here; returns its spans and what was lost. Raises what a stage raised.
+
+        A rank that was restarted has not begun the iteration: it does now.
+        """
+        if iteration not in self._begun:
+            self._catch_up(iteration, flow)
+        self.begin(iteration, flow)
+        futures = self._begun[iteration]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        lost: Counter[str] = Counter()
+        try:
+            for future in futures:
+                if future.done():
+                    lost.update(future.result())
+        except (ChannelClosedError, RunStopped):
+            return {"stopped": True}  # The driver took the channels away: it knows why.
+        assert all(future.done() for future in futures), "a stage that failed has raised above"
+        del self._begun[iteration]
+        spans = pb.Timeline(spans=self._recorder.take(iteration)).SerializeToString()
+        return {"spans": spans, "lost": dict(lost)}
+
+    def rest(self, flow: MicroFlow) -> None:
+        """Leaves the devices where others will take turns on them. Blocks."""
+        self._unit.rest(flow.group(self._unit.context.group))
+
+    def send_weights(self, iteration: int, flow: MicroFlow) -> None:
+        """Publishes the present weights as version `iteration`, before that iteration begins. Blocks."""
+        for stage in flow.stages_of(self._unit.context.group):
+            if stage.kind == "publish":
+                Publication(flow, stage, self._unit).send(iteration, iteration)
+
+    def receive_weights(self, iteration: int, flow: MicroFlow) -> None:
+        """Loads what `send_weights` published. Blocks."""
+        for stage in self._received(flow):
+            Reception(flow, stage, self._unit).receive(iteration, iteration)
+
+    def save_state(self, path: str) -> None:
+        """Writes the worker's state to a file of this machine; rank 0 writes, all ranks take part. Blocks."""
+        with self._unit.context.turn:
+            state = self._unit.worker.state_dict()  # type: ignore[attr-defined]
+        if self._unit.context.rank == 0:
+            Path(path).write_bytes(encode(state).to_bytes())
+
+    def load_state(self, path: str) -> None:
+        """Reads what `save_state` wrote. Blocks."""
+        state = decode(Path(path).read_bytes())
+        with self._unit.context.turn:
+            self._unit.worker.load_state_dict(state)  # type: ignore[attr-defined]
+
+    def stop(self) -> None:
+        """Ends the threads that wait for weights or for another iteration. Does not block."""
+        self._unit.stop()
+        for lane in self._lanes.values():
+            lane.stop()
+
+    def _jobs(self, iteration: int, flow: MicroFlow) -> list[tuple[str, Job]]:
+        jobs: list[tuple[str, Job]] = []
+        for stage in flow.stages_of(self._unit.context.group):
+            jobs.append((stage.name, self._job(iteration, flow, stage)))
+        for stage in self._received(flow):
+            jobs.append((f"{stage.name}>", _counted(partial(Reception(flow, stage, self._unit).run, iteration))))
+        return jobs
+
+    def _job(self, iteration: int, flow: MicroFlow, stage: MicroStage) -> Job:
+        if stage.kind == "publish":
+            return _counted(partial(Publication(flow, stage, self._unit).run, iteration))
+
+        def run() -> Counter[str]:
+            loop = StageLoop(flow, stage, self._unit, iteration, self._rendezvous)
+            loop.run()
+            return loop.lost
+
+        return run
+
+    def _catch_up(self, iteration: int, flow: MicroFlow) -> None:
+        """Brings a fresh worker to where the one before it was: off its devices, and with the weights of the day."""
+        self.rest(flow)
+        if self._unit.version < 0:
+            self.receive_weights(iteration, flow)
+
+    def _received(self, flow: MicroFlow) -> list[MicroStage]:
+        return [stage for stage in flow.stages if stage.to == self._unit.context.group]
+
+
+class _Lane:
+    """One thread that runs jobs in order, started with the first."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Job, Future[Counter[str]]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"flow:{name}", daemon=True).start()
+
+    def submit(self, job: Job) -> "Future[Counter[str]]":
+        future: Future[Counter[str]] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (entry := self._jobs.get()) is not None:
+            job, future = entry
+            try:
+                future.set_result(job())
+            except BaseException as failure:
+                future.set_exception(failure)
+
+
+def _counted(run: Callable[[], None]) -> Job:
+    def job() -> Counter[str]:
+        run()
+        return Counter()
+
+    return job

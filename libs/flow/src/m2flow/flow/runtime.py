@@ -1,0 +1,196 @@
+"""The runtime on the driver's side: it starts groups under a plan, begins iterations and waits for their end.
+
+Between the stages nothing passes through it: it feeds the source's items in and takes what reaches the sink.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from m2flow.flow._mail import gate_channel, inbox_channel
+from m2flow.flow._services import serve
+from m2flow.flow.checking import check_plan
+from m2flow.flow.errors import RunError, RunStopped
+from m2flow.flow.graph import Graph
+from m2flow.flow.microflow import MicroGroup
+from m2flow.flow.passes import lower
+from m2flow.flow.pending import More, Pending
+from m2flow.flow.result import IterationResult
+from m2flow.proto.flow.v1 import flow_pb2 as pb
+from m2flow.worker import AttachedGroup, GroupSpec, Item, Placement, Session, WorkerGroup
+
+_RUNNER = "m2flow.flow.runner:RankRunner"
+
+
+class Runtime:
+    """One program under one plan at a time, on the workers of one session."""
+
+    def __init__(
+        self, graph: Graph, plan: pb.ExecutionPlan, session: Session, *, run_dir: Path | str | None = None
+    ) -> None:
+        """Checks the plan; nothing starts. Raises PlanError with every reason why it cannot run."""
+        check_plan(graph, plan, session.cluster)
+        self.graph = graph
+        self.plan = plan
+        self.groups: dict[str, WorkerGroup] = {}
+        self._session = session
+        self._run_dir = Path(run_dir) if run_dir is not None else session.run_dir
+        self._flow = lower(graph, plan)
+        self._runners: dict[str, AttachedGroup] = {}
+        self._epoch_ns = time.monotonic_ns()
+        self._next = 0
+        self._under_way: list[Pending] = []
+        self._stopped = False
+        self._board = serve(session.endpoint)
+
+    def __enter__(self) -> "Runtime":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, iteration: int = 0) -> None:
+        """Starts the groups, and gives receivers the weights of their source as version `iteration`. Blocks.
+
+        `iteration` is the first that will run. Raises WorkerFailed where a worker does not start.
+        """
+        self._next = iteration
+        self._start_groups(list(self._flow.groups))
+        self._open_channels()
+        self._publish(iteration, [stage.to for stage in self._flow.stages if stage.to])
+
+    def run(self, iteration: int, items: Sequence[Item], *, more: More | None = None) -> IterationResult:
+        """Runs one iteration on the source's items and returns what it gave. Blocks; raises as `Pending.result` does.
+
+        Items have the places (0,), (1,) ... in order; ValueError where they have not. A program with a quota asks
+        `more(place)` for further items from that place on, until the quota is full or there are none.
+        """
+        return self.submit(iteration, items, more=more).result()
+
+    def submit(self, iteration: int, items: Sequence[Item], *, more: More | None = None) -> Pending:
+        """Begins an iteration; as many may be under way as the plan's staleness allows, and one more.
+
+        Iterations are numbered without gaps. Blocks only where the source's inbox is bounded.
+        """
+        self._check_submit(iteration)
+        pending = Pending(
+            self._flow,
+            iteration,
+            self._session.endpoint,
+            self._runners,
+            board=self._board,
+            more=more,
+            epoch_ns=self._epoch_ns,
+            on_over=self._under_way.remove,
+        )
+        pending.begin(items)
+        self._under_way.append(pending)
+        self._next = iteration + 1
+        return pending
+
+    def apply(self, plan: pb.ExecutionPlan) -> None:
+        """Changes the plan between iterations. Blocks.
+
+        Groups whose ranks or devices change are started anew and given their state (`state_dict`,
+        `load_state_dict`), or published to; the others keep running. Raises PlanError where the plan cannot run, and
+        RunError while an iteration is under way; the old plan then stays.
+        """
+        if self._under_way:
+            raise RunError(f"apply: iteration {self._under_way[0].iteration} is under way, want its result taken first")
+        check_plan(self.graph, plan, self._session.cluster)
+        old, flow = self._flow, replace(lower(self.graph, plan), generation=self._flow.generation + 1)
+        moved = [group for group in flow.groups if group.ranks != old.group(group.name).ranks]
+        with TemporaryDirectory(prefix="m2flow-state-") as directory:
+            carried = self._save(directory, [group.name for group in moved])
+            for group in moved:
+                self._session.stop(self.groups[group.name])
+            self._close_channels()
+            self.plan, self._flow = plan, flow
+            self._start_groups(moved)
+            for name, path in carried.items():
+                self._runners[name].load_state(path).wait()
+        self._open_channels()
+        renewed = {group.name for group in moved}
+        receivers = [s.to for s in flow.stages if s.to and ({s.to, s.group} & renewed)]
+        self._publish(self._next, receivers, [s.group for s in flow.stages if s.to and s.group in renewed])
+
+    def stop(self) -> None:
+        """Ends the stages and stops the groups. Blocks; the second time it does nothing."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._close_channels()
+        if self._session.failure is None:
+            for runner in self._runners.values():
+                runner.stop()
+            for group in self.groups.values():
+                self._session.stop(group)
+
+    def _check_submit(self, iteration: int) -> None:
+        if self._stopped or not self._runners:
+            raise RunStopped(f"iteration {iteration}: the runtime is not running, want start() before it")
+        if iteration != self._next:
+            raise ValueError(f"submit: got iteration {iteration}, want {self._next}, the next one")
+        if len(self._under_way) > self._flow.staleness:
+            first = self._under_way[0].iteration
+            raise RunError(
+                f"submit: iteration {first} is under way and the plan's staleness is {self._flow.staleness}: "
+                f"take its result before iteration {iteration}"
+            )
+
+    def _start_groups(self, placed: Sequence[MicroGroup]) -> None:
+        wanted = []
+        for group in placed:
+            spec = self.graph.specs[group.name]
+            if not isinstance(spec, GroupSpec):
+                raise RunError(
+                    f"group {group.name}: got a {type(spec).__name__}, want a GroupSpec: make it with .group"
+                )
+            wanted.append((replace(spec, name=group.name), Placement(group.ranks)))
+        for started in self._session.start_all(wanted):
+            self.groups[started.name] = started
+            self._runners[started.name] = started.attach("flow", _RUNNER, self._epoch_ns)
+        for group in self._flow.groups:
+            self._runners[group.name].rest(self._flow).wait()
+
+    def _publish(self, version: int, receivers: Sequence[str], sources: Sequence[str] | None = None) -> None:
+        senders = sources if sources is not None else [stage.group for stage in self._flow.stages if stage.to]
+        handles = [self._runners[name].send_weights(version, self._flow) for name in dict.fromkeys(senders)]
+        handles += [self._runners[name].receive_weights(version, self._flow) for name in dict.fromkeys(receivers)]
+        for handle in handles:
+            handle.wait()
+
+    def _save(self, directory: str, names: Sequence[str]) -> dict[str, str]:
+        stateful = [name for name in names if "state_dict" in self.groups[name].spec.methods]
+        paths = {name: str(Path(directory) / name) for name in stateful}
+        for handle in [self._runners[name].save_state(path) for name, path in paths.items()]:
+            handle.wait()
+        return paths
+
+    def _open_channels(self) -> None:
+        flow, endpoint = self._flow, self._session.endpoint
+        for stage in flow.stages:
+            if stage.inbox.ports:
+                producers = [name for port in stage.inbox.ports for name in flow.endpoints(port)]
+                endpoint.host_channel(
+                    inbox_channel(flow.generation, stage.name),
+                    capacity=stage.inbox.capacity,
+                    producers=list(dict.fromkeys(producers)),
+                    consumers=flow.endpoints(stage.name),
+                )
+            if stage.after:
+                endpoint.host_channel(
+                    gate_channel(flow.generation, stage.name),
+                    producers=list(dict.fromkeys(name for before in stage.after for name in flow.endpoints(before))),
+                    consumers=flow.endpoints(stage.name),
+                )
+
+    def _close_channels(self) -> None:
+        flow, endpoint = self._flow, self._session.endpoint
+        for stage in flow.stages:
+            if stage.inbox.ports:
+                endpoint.drop_channel(inbox_channel(flow.generation, stage.name))
+            if stage.after:
+                endpoint.drop_channel(gate_channel(flow.generation, stage.name))

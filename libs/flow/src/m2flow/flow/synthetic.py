@@ -1,0 +1,251 @@
+"""Workers that sleep by a cost model and compute a little, so that flows run for real with no model and no device.
+
+Their results depend on seeds, places and weights alone, never on time or arrival: whatever plan runs them, they must
+come out the same. What they sleep is what a cost model says of devices that are not there.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from m2flow.worker import Item, Worker, stage
+
+_WIDTH = 8
+
+
+def noise(*key: int) -> float:
+    """A number in [0, 1) that depends on its key alone."""
+    return float(np.random.Generator(np.random.Philox(key=_mixed(key))).random())
+
+
+def _mixed(key: tuple[int, ...]) -> int:
+    mixed = 0
+    for part in key:
+        mixed = (mixed * 1_000_003 + part + 1) % (1 << 64)
+    return mixed
+
+
+class SyntheticRollout(Worker):
+    """Generates `samples` completions a prompt; each takes `seconds`, times `tail` for one prompt in `tail_every`.
+
+    The prompts of a call run side by side, and each prompt's samples come when they are done. `switch_s` is what it
+    takes to load and unload.
+    """
+
+    on_death: ClassVar[Literal["retry", "drop", "stop"]] = "retry"
+
+    def setup(self) -> None:
+        """Starts with weights of zero, which no publication has."""
+        self._weights: NDArray[np.float64] = np.zeros(_WIDTH)
+        self._version = -1
+        self._loaded = True
+
+    @stage
+    def generate(self, items: list[Item]) -> Iterator[Item]:
+        """Completions of each prompt, the shortest first.
+
+        With `die_at` the process kills itself in the middle of that iteration, the first time that it is started.
+        """
+        assert self._loaded, "generate was called while the worker was offloaded"
+        start = time.monotonic()
+        for seconds, item in sorted(((self.seconds(item), item) for item in items), key=lambda pair: pair[0]):
+            time.sleep(max(0.0, start + seconds - time.monotonic()))
+            yield from self._complete(item)
+            if item.iteration == self.config.get("die_at") and not self.context.attempt:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def seconds(self, item: Item) -> float:
+        """What one prompt takes."""
+        every = int(self.config.get("tail_every", 0))
+        long = every and item.seq[0] % every == every - 1
+        return float(self.config.get("seconds", 0.0)) * (float(self.config.get("tail", 1.0)) if long else 1.0)
+
+    def load_weights(self, weights: Mapping[str, NDArray[np.float64]], version: int) -> None:
+        """Takes a copy of published weights."""
+        assert self._loaded, "load_weights was called while the worker was offloaded"
+        self._weights = np.array(weights["w"])
+        self._version = version
+
+    def onload(self) -> None:
+        """Sleeps as long as a real one would copy."""
+        time.sleep(self.config.get("switch_s", 0.0))
+        self._loaded = True
+
+    def offload(self) -> None:
+        """Sleeps as long as a real one would copy."""
+        time.sleep(self.config.get("switch_s", 0.0))
+        self._loaded = False
+
+    def version(self) -> int:
+        """The version of its weights."""
+        return self._version
+
+    def _complete(self, item: Item) -> Iterator[Item]:
+        size = int(self.config.get("samples", 4))
+        for index in range(size):
+            draw = noise(int(item.fields.get("seed", 0)), item.iteration, *item.seq, index)
+            length = 1 + int(draw * 6)
+            ids = (np.arange(length, dtype=np.int32) + int(draw * 1000)) % 97
+            signal = float(self._weights.sum()) + draw
+            yield item.child(index, size, "prompt", completion_ids=ids, signal=signal, policy_version=self._version)
+
+
+class SyntheticReward(Worker):
+    """Scores samples, `seconds` each."""
+
+    on_death: ClassVar[Literal["retry", "drop", "stop"]] = "retry"
+
+    @stage
+    def score(self, items: list[Item]) -> list[Item]:
+        """Each sample with a reward; one that is as long as can be is dropped where `drop` says so."""
+        time.sleep(len(items) * float(self.config.get("seconds", 0.0)))
+        return [self._score(item) for item in items]
+
+    def _score(self, item: Item) -> Item:
+        ids = item.fields["completion_ids"]
+        if self.config.get("drop") and len(ids) >= 6:
+            return item.as_tombstone("too long")
+        return item.with_fields(reward=float(int(ids.sum()) % 7) + float(item.fields["signal"]))
+
+
+class SyntheticActor(Worker):
+    """Trains on graded groups, `seconds` each; the optimiser steps once in `minibatch` groups, by count."""
+
+    in_step: ClassVar[bool] = True
+
+    def setup(self) -> None:
+        """Starts with seeded weights."""
+        self._weights = np.linspace(0.0, 0.1, _WIDTH)
+        self._gradient = np.zeros(_WIDTH)
+        self._seen = 0
+        self._steps = 0
+        self._loaded = True
+
+    @stage
+    def train(self, items: list[Item]) -> Iterable[Item]:
+        """Accumulates each group's gradient; gives a metrics item for each group. Fails where `fail_at` says so."""
+        assert self._loaded, "train was called while the worker was offloaded"
+        time.sleep(len(items) * float(self.config.get("seconds", 0.0)) / self.context.world_size)
+        if items and items[0].iteration == self.config.get("fail_at"):
+            raise ValueError(f"told to fail at iteration {items[0].iteration}")
+        return [self._learn(item) for item in items]
+
+    def named_weights(self) -> dict[str, NDArray[np.float64]]:
+        """The weights, by name."""
+        assert self._loaded, "named_weights was called while the worker was offloaded"
+        time.sleep(float(self.config.get("sync_s", 0.0)))
+        return {"w": self._weights.copy()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a successor needs."""
+        return {"weights": self._weights, "gradient": self._gradient, "seen": self._seen, "steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another stopped."""
+        self._weights, self._gradient = np.array(state["weights"]), np.array(state["gradient"])
+        self._seen, self._steps = int(state["seen"]), int(state["steps"])
+
+    def onload(self) -> None:
+        """Sleeps as long as a real one would copy."""
+        time.sleep(self.config.get("switch_s", 0.0))
+        self._loaded = True
+
+    def offload(self) -> None:
+        """Sleeps as long as a real one would copy."""
+        time.sleep(self.config.get("switch_s", 0.0))
+        self._loaded = False
+
+    def weights(self) -> list[float]:
+        """The weights as numbers."""
+        return [float(value) for value in self._weights]
+
+    def _learn(self, group: Item) -> Item:
+        for member, advantage in zip(group.members, group.fields["advantages"], strict=True):
+            ids = np.resize(member.fields["completion_ids"], _WIDTH).astype(np.float64)
+            self._gradient += advantage * ids / 97.0
+        self._seen += 1
+        if self._seen % int(self.config.get("minibatch", 2)) == 0:
+            self._weights = self._weights + 0.01 * self._gradient
+            self._gradient = np.zeros(_WIDTH)
+            self._steps += 1
+        versions = {int(member.fields["policy_version"]) for member in group.members}
+        return Item(
+            group.seq,
+            group.iteration,
+            {
+                "rewards": [float(member.fields["reward"]) for member in group.members],
+                "advantages": list(group.fields["advantages"]),
+                "versions": sorted(versions),
+                "order": self._seen,
+                "steps": self._steps,
+            },
+        )
+
+
+class SyntheticCritic(Worker):
+    """Values for groups, `seconds` each."""
+
+    @stage
+    def values(self, items: list[Item]) -> list[Item]:
+        """Each group's members with a value."""
+        time.sleep(len(items) * float(self.config.get("seconds", 0.0)))
+        return [_with_members(item, "value", lambda m: float(len(m.fields["completion_ids"]))) for item in items]
+
+
+class SyntheticReference(Worker):
+    """Log-probabilities for groups, `seconds` each; used for the reference and for the policy before its update."""
+
+    @stage
+    def logprobs(self, items: list[Item]) -> list[Item]:
+        """Each group's members with a log-probability, under the name that `field` gives."""
+        time.sleep(len(items) * float(self.config.get("seconds", 0.0)))
+        name = str(self.config.get("field", "ref_logprob"))
+        return [_with_members(item, name, lambda m: -float(m.fields["completion_ids"].sum())) for item in items]
+
+
+class SyntheticEnvironment(Worker):
+    """Episodes of 2 to `length` steps, `seconds` each step for a whole batch. An episode lives on one rank."""
+
+    on_death: ClassVar[Literal["retry", "drop", "stop"]] = "drop"
+
+    def setup(self) -> None:
+        """Starts with no episode."""
+        self._steps: dict[str, int] = {}
+
+    @stage
+    def reset(self, items: list[Item]) -> list[Item]:
+        """Begins an episode for each seed."""
+        self._steps |= dict.fromkeys((item.id for item in items), 0)
+        return [item.with_fields(observation=float(item.seq[0]), done=False, actions=[]) for item in items]
+
+    @stage
+    def step(self, items: list[Item]) -> list[Item]:
+        """Takes each episode's action."""
+        time.sleep(float(self.config.get("seconds", 0.0)))
+        return [self._step(item) for item in items]
+
+    def _step(self, item: Item) -> Item:
+        self._steps[item.id] += 1  # a KeyError here is an episode that came to another rank
+        actions = [*item.fields["actions"], item.fields["action"]]
+        last = 2 + int(noise(item.iteration, *item.seq) * (int(self.config.get("length", 5)) - 1))
+        return item.with_fields(observation=sum(actions), actions=actions, done=self._steps[item.id] >= last)
+
+
+class SyntheticPolicy(Worker):
+    """Acts on observations, `seconds` a batch."""
+
+    @stage
+    def act(self, items: list[Item]) -> list[Item]:
+        """Each episode with an action."""
+        time.sleep(float(self.config.get("seconds", 0.0)))
+        return [item.with_fields(action=round(float(item.fields["observation"]) * 0.5 + 1.0, 6)) for item in items]
+
+
+def _with_members(group: Item, name: str, value: Callable[[Item], float]) -> Item:
+    return replace(group, members=tuple(member.with_fields(**{name: value(member)}) for member in group.members))

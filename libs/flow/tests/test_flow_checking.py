@@ -1,0 +1,161 @@
+"""Plans that cannot run are refused before anything starts, each with its reason."""
+
+import pytest
+
+from m2flow.flow import PlanError, check_plan
+from m2flow.flow.modes import spatial_plan, temporal_plan
+from m2flow.flow.testing import grpo_graph
+from m2flow.proto.flow.v1 import flow_pb2 as pb
+from m2flow.worker import Cluster
+
+
+def group(plan, name):
+    return next(own for own in plan.groups if own.group == name)
+
+
+def stage(plan, name):
+    return next(own for own in plan.stages if own.stage == name)
+
+
+def rename_group(plan):
+    group(plan, "actor").group = "acter"
+
+
+def drop_stage(plan):
+    del plan.stages[0]
+
+
+def twice(plan):
+    plan.groups.append(group(plan, "actor"))
+
+
+def no_device(plan):
+    group(plan, "actor").device_ids[0] = 9
+
+
+def odd_ranks(plan):
+    group(plan, "actor").num_ranks = 3
+
+
+def unshared(plan):
+    del plan.share_groups[:]
+
+
+def share_of_nothing(plan):
+    plan.share_groups[0].device_ids.append(7)
+
+
+def no_granularity(plan):
+    stage(plan, "rollout.generate").granularity = 0
+
+
+def too_coarse(plan):
+    stage(plan, "rollout.generate").granularity = 5
+
+
+def reversed_turns(plan):
+    stage(plan, "rollout.generate").position, stage(plan, "actor.train").position = 2, 0
+
+
+def small_turn_edge(plan):
+    plan.edges.add(producer="rollout.generate", consumer="reward.score", capacity=31)
+
+
+def unknown_edge(plan):
+    plan.edges.add(producer="rollout.generat", consumer="reward.score", capacity=8)
+
+
+def no_memory(plan):
+    plan.prediction.peak_bytes[1] = 17 << 30
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (rename_group, "unknown group 'acter', did you mean 'actor'"),
+        (drop_stage, "stage rollout.generate has no plan"),
+        (twice, "group actor is planned 2 times"),
+        (no_device, "group actor has device 9, want one of 0 to 3"),
+        (odd_ranks, "group actor has 3 ranks on 4 devices"),
+        (unshared, "rollout and reward both have devices .* and no share group"),
+        (share_of_nothing, r"names devices \[7\] that none of them has"),
+        (no_granularity, "rollout.generate has granularity 0, want 1 to 4"),
+        (too_coarse, "rollout.generate has granularity 5, want 1 to 4"),
+        (reversed_turns, "actor.train .position 0. takes its turn before rollout.generate .*cycle across the lock"),
+        (small_turn_edge, "into reward.score holds 31 items, and one turn of rollout.generate gives 32"),
+        (unknown_edge, "unknown stage 'rollout.generat', did you mean 'rollout.generate'"),
+        (no_memory, "device 1 would hold 17.00 GiB .* and has 16.00"),
+    ],
+)
+def test_a_plan_that_cannot_run_is_refused_with_its_reason(graph, cluster, spoil, reason):
+    plan = temporal_plan(graph, cluster)
+    check_plan(graph, plan, cluster)
+    spoil(plan)
+    with pytest.raises(PlanError, match=reason) as caught:
+        check_plan(graph, plan, cluster)
+    assert caught.value.reasons
+
+
+def test_an_edge_outside_a_turn_may_be_small(graph, cluster):
+    plan = spatial_plan(graph, cluster, num_chunks=4)
+    plan.edges.add(producer="rollout.generate", consumer="reward.score", capacity=8)
+    check_plan(graph, plan, cluster)
+
+
+def test_a_small_edge_on_the_way_round_a_turn_is_refused(graph, cluster):
+    """rollout and actor share; reward, between them, does not: its inbox must still hold what one turn gives."""
+    plan = spatial_plan(graph, cluster, num_chunks=4)
+    rollout, actor = group(plan, "rollout"), group(plan, "actor")
+    del actor.device_ids[:]
+    actor.device_ids.extend(rollout.device_ids)
+    actor.num_ranks = len(actor.device_ids)
+    plan.share_groups.add(groups=["rollout", "actor"], device_ids=rollout.device_ids)
+    stage(plan, "rollout.generate").hold = True
+    check_plan(graph, plan, cluster)
+    plan.edges.add(producer="rollout.generate", consumer="reward.score", capacity=16)
+    with pytest.raises(PlanError, match=r"only actor\.train can make"):
+        check_plan(graph, plan, cluster)
+
+
+def test_staleness_needs_a_publication(loop_graph, cluster):
+    plan = temporal_plan(loop_graph, cluster)
+    plan.staleness = 1
+    with pytest.raises(PlanError, match="no publish"):
+        check_plan(loop_graph, plan, cluster)
+
+
+def test_a_kind_that_the_device_is_not_is_refused(graph):
+    plan = temporal_plan(graph, Cluster.virtual(2))
+    with pytest.raises(PlanError, match="a robot; want devices of kind virtual"):
+        check_plan(graph, plan, Cluster(()).with_resource("robot", count=2))
+
+
+def test_temporal_gives_every_group_everything(graph, cluster):
+    plan = temporal_plan(graph, cluster)
+    assert plan.mode == "temporal"
+    assert all(list(own.device_ids) == [0, 1, 2, 3] for own in plan.groups)
+    assert all(own.residency == pb.RESIDENCY_OFFLOADED for own in plan.groups)
+    assert [own.granularity for own in plan.stages] == [4, 32, 4, 1]
+    assert [list(share.groups) for share in plan.share_groups] == [["rollout", "reward", "actor"]]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 7, 64])
+def test_spatial_plans_can_run(num_devices):
+    cluster = Cluster.virtual(num_devices)
+    graph = grpo_graph(source_items=64)
+    plan = spatial_plan(graph, cluster, weights={"rollout": 4, "reward": 1, "actor": 2})
+    check_plan(graph, plan, cluster)
+    used = [number for own in plan.groups for number in own.device_ids]
+    assert set(used) == set(range(num_devices))
+    disjoint = len(used) == len(set(used))
+    assert (plan.mode == "spatial") is disjoint is (num_devices >= 3)
+    counts = {own.group: len(own.device_ids) for own in plan.groups}
+    assert counts["rollout"] >= counts["actor"] >= counts["reward"]
+
+
+def test_modes_refuse_a_cluster_without_the_kind():
+    graph = grpo_graph()
+    with pytest.raises(PlanError, match="needs 1 devices of kind virtual, and the cluster has 0"):
+        temporal_plan(graph, Cluster(()).with_resource("robot"))
+    with pytest.raises(PlanError, match="needs 1 devices"):
+        spatial_plan(graph, Cluster(()).with_resource("robot"))

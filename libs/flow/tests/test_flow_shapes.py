@@ -1,0 +1,162 @@
+"""Other shapes of flow, run for real: joins and barriers, epochs, loops, splits."""
+
+import pytest
+
+from m2flow.flow import Runtime, spatial_plan, temporal_plan, trace
+from m2flow.flow.testing import (
+    SyntheticActor,
+    SyntheticCritic,
+    SyntheticEnvironment,
+    SyntheticPolicy,
+    SyntheticReference,
+    SyntheticReward,
+    SyntheticRollout,
+    episodes,
+    is_first_odd,
+    is_live,
+    mean_reward,
+    ppo,
+)
+from m2flow.proto.flow.v1 import flow_pb2 as pb
+from m2flow.worker import Cluster, Item, launch_run
+
+KIND = {"device_kind": "virtual"}
+
+
+def run_all(graph, plan, num_devices, iterations=2, num_items=6):
+    with (
+        launch_run(Cluster.virtual(num_devices), launcher="inproc") as session,
+        Runtime(graph, plan, session) as runtime,
+    ):
+        runtime.start()
+        for number in range(iterations):
+            yield runtime.run(number, [Item((place,), number, {"seed": place}) for place in range(num_items)])
+
+
+def ppo_graph():
+    groups = {
+        "rollout": SyntheticRollout.group({"samples": 3}, name="rollout", **KIND),
+        "reward": SyntheticReward.group({}, name="reward", devices_per_rank=None, **KIND),
+        "critic": SyntheticCritic.group({}, name="critic", devices_per_rank=None, **KIND),
+        "reference": SyntheticReference.group({}, name="reference", devices_per_rank=None, **KIND),
+        "actor": SyntheticActor.group({"minibatch": 3}, name="actor", devices_per_rank=None, **KIND),
+    }
+    return trace(ppo, groups, source_items=6, expansions={"rollout.generate": 3})
+
+
+@pytest.mark.medium
+def test_ppo_joins_whitens_and_passes_twice_the_same_under_every_plan():
+    graph = ppo_graph()
+    facts = []
+    for num_devices, make in ((2, temporal_plan), (5, spatial_plan), (3, spatial_plan)):
+        plan = make(graph, Cluster.virtual(num_devices))
+        results = list(run_all(graph, plan, num_devices))
+        facts.append([[(i.id, i.fields["rewards"], i.fields["advantages"]) for i in r.outputs] for r in results])
+        # Two epochs over six groups: the second pass comes in the order of the first.
+        order = [(item.fields["order"], item.seq) for item in results[0].outputs]
+        assert len(results[0].outputs) == 12
+        assert [seq for _, seq in sorted(order)] == [(place,) for place in range(6)] * 2
+        whitened = [reward for item in results[0].outputs for reward in item.fields["rewards"]]
+        assert sum(whitened) == pytest.approx(0.0, abs=1e-9)
+    assert facts[0] == facts[1] == facts[2]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_a_loop_ends_when_no_episode_is_left_and_keeps_each_on_its_rank(num_devices):
+    groups = {
+        "env": SyntheticEnvironment.group({"length": 5}, name="env", **KIND),
+        "policy": SyntheticPolicy.group({}, name="policy", **KIND),
+    }
+    graph = trace(episodes, groups, source_items=6)
+    seen = []
+    for make in (temporal_plan, spatial_plan):
+        plan = make(graph, Cluster.virtual(num_devices))
+        results = list(run_all(graph, plan, num_devices))
+        seen.append([[(item.id, item.fields["actions"]) for item in result.outputs] for result in results])
+        for result in results:
+            assert [item.seq for item in result.outputs] == [(place,) for place in range(6)]
+            assert all(item.fields["done"] for item in result.outputs)
+            assert len({len(item.fields["actions"]) for item in result.outputs}) > 1
+            rounds = [s for s in result.timeline.spans if s.stage == "policy.act" and s.kind == pb.SPAN_KIND_BUSY]
+            assert sum(s.items for s in rounds) == sum(len(item.fields["actions"]) for item in result.outputs)
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.medium
+def test_halves_of_a_split_take_two_ways_and_meet_again():
+    groups = {
+        "one": SyntheticPolicy.group({}, name="one", **KIND),
+        "two": SyntheticPolicy.group({}, name="two", **KIND),
+    }
+
+    def program(flow, one, two):
+        yes, no = flow.split(is_live, flow.source("items"))
+        return two.act(flow.merge(one.act(yes), no))
+
+    graph = trace(program, groups, source_items=6)
+    plan = spatial_plan(graph, Cluster.virtual(2))
+    with launch_run(Cluster.virtual(2), launcher="inproc") as session, Runtime(graph, plan, session) as runtime:
+        runtime.start()
+        items = [Item((place,), 0, {"observation": 0.0, "done": place % 3 == 0}) for place in range(6)]
+        result = runtime.run(0, items)
+    assert [item.seq for item in result.outputs] == [(place,) for place in range(6)]
+    assert not result.tombstones
+    halves = {s.stage: sum(t.items for t in result.timeline.spans if t.stage == s.stage) for s in result.timeline.spans}
+    assert halves == {"one.act": 4, "two.act": 6}
+
+
+def dapo_graph(carry_surplus, count=4):
+    def program(flow, rollout, reward, actor):
+        groups = flow.gather(reward.score(rollout.generate(flow.source("prompts"))), by="prompt")
+        first = flow.first(count, groups, where=is_first_odd, carry_surplus=carry_surplus)
+        return actor.train(flow.map(mean_reward, first))
+
+    groups = {
+        "rollout": SyntheticRollout.group({"samples": 2}, name="rollout", **KIND),
+        "reward": SyntheticReward.group({}, name="reward", **KIND),
+        "actor": SyntheticActor.group({"minibatch": 2}, name="actor", devices_per_rank=None, **KIND),
+    }
+    return trace(program, groups, source_items=6, expansions={"rollout.generate": 2})
+
+
+def wave(iteration, start, size=6):
+    return [Item((place,), iteration, {"seed": place}) for place in range(start, start + size)]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("carry_surplus", [False, True])
+def test_a_quota_takes_the_first_by_source_order_and_the_source_feeds_on(carry_surplus):
+    graph = dapo_graph(carry_surplus, count=8)
+    got = []
+    for make, num_devices in ((temporal_plan, 2), (spatial_plan, 4)):
+        cluster = Cluster.virtual(num_devices)
+        plan = make(graph, cluster)
+        asked, taken = [], []
+        with launch_run(cluster, launcher="inproc") as session, Runtime(graph, plan, session) as runtime:
+            runtime.start()
+            for number in range(2):
+
+                def more(start, number=number, asked=asked):
+                    asked.append((number, start))
+                    return wave(number, start)
+
+                result = runtime.run(number, wave(number, 0), more=more)
+                assert [item.seq for item in result.outputs] == [(place,) for place in range(8)]
+                taken.append([item.fields["rewards"] for item in result.outputs])
+                assert result.tombstones["first:is_first_odd"] > 0
+        got.append((asked, taken))
+    assert got[0] == got[1]
+    # Every other group passes: three waves of six hold nine, one more than the quota.
+    assert got[0][0][:2] == [(0, 6), (0, 12)]
+    assert ("surplus" in result.tombstones) is not carry_surplus
+
+
+@pytest.mark.medium
+def test_a_quota_that_the_source_cannot_fill_takes_what_there_is():
+    graph = dapo_graph(False, count=4)
+    cluster = Cluster.virtual(3)
+    plan = spatial_plan(graph, cluster)
+    with launch_run(cluster, launcher="inproc") as session, Runtime(graph, plan, session) as runtime:
+        runtime.start()
+        assert len(runtime.run(0, wave(0, 0)).outputs) == 3

@@ -1,0 +1,238 @@
+"""Macro flows become graphs; what cannot be traced is refused with its line and a remedy."""
+
+import inspect
+import itertools
+import json
+
+import pytest
+
+from m2flow.flow import Flow, Graph, Stream, TraceError, trace
+from m2flow.flow.testing import FakeSpec, is_mixed, mean_reward, whiten
+from m2flow.proto.flow.v1 import flow_pb2 as pb
+
+ROLLOUT = FakeSpec("rollout", ("generate",))
+ACTOR = FakeSpec("actor", ("train", "logprobs"), in_step=True)
+
+
+def line_of(function, text):
+    lines, first = inspect.getsourcelines(function)
+    return first + next(number for number, line in enumerate(lines) if text in line)
+
+
+def traced(program, **options):
+    return trace(program, {"rollout": ROLLOUT, "actor": ACTOR}, source_items=4, **options)
+
+
+def test_a_program_becomes_stages_and_streams(graph):
+    assert graph.order == (
+        "prompts",
+        "rollout.generate",
+        "reward.score",
+        "gather:prompt",
+        "map:mean_reward",
+        "actor.train",
+        "publish:actor->rollout",
+        "sink",
+    )
+    edges = {(s.producer, s.consumer) for s in graph.streams}
+    assert ("reward.score", "gather:prompt") in edges
+    assert ("map:mean_reward", "actor.train") in edges
+    assert ("actor.train", "sink") in edges
+    publish = graph.stages["publish:actor->rollout"]
+    assert (publish.group, publish.to, list(publish.after)) == ("actor", "rollout", ["actor.train"])
+
+
+def test_volumes_follow_expansion_and_gather(graph):
+    # By hand: 4 prompts, 8 samples each, gathered into 4 groups.
+    assert [graph.volume(n) for n in ("rollout.generate", "reward.score", "gather:prompt", "actor.train")] == [
+        4,
+        32,
+        32,
+        4,
+    ]
+    assert graph.volume_out("rollout.generate") == 32
+    assert graph.stages["gather:prompt"].expansion == 0.125
+
+
+def test_a_trainer_sees_source_order_unless_told(graph):
+    assert graph.stages["actor.train"].order_window == 1
+    assert graph.stages["rollout.generate"].order_window == 0
+
+    def windowed(flow, rollout, actor):
+        return actor.train(flow.epochs(flow.ordered(rollout.generate(flow.source("p")), window=2), 3))
+
+    stage = traced(windowed).stages["actor.train"]
+    assert (stage.order_window, stage.epochs) == (2, 3)
+
+
+def test_locations_are_the_programs_lines():
+    def program(flow, rollout, actor):
+        samples = rollout.generate(flow.source("p"))
+        return actor.train(samples)
+
+    stage = traced(program).stages["actor.train"]
+    assert stage.location == f"test_flow_tracing.py:{line_of(program, 'actor.train')}"
+
+
+@pytest.mark.parametrize(
+    ("use", "word"),
+    [
+        (lambda s: 1 if s else 2, "truth value"),
+        (lambda s: [x for x in s], "looped"),  # noqa: C416
+        (lambda s: len(s), "length"),
+        (lambda s: bool(s), "truth value"),
+        (lambda s: s[0], "indexed"),
+        (lambda s: 3 in s, "searched"),
+        (lambda s: s == 3, "compared"),
+        (lambda s: s < 3, "compared"),
+        (lambda s: s.reward, "no attribute 'reward'"),
+        (lambda s: s + s, "computed"),
+    ],
+)
+def test_control_flow_on_a_stream_is_refused_with_line_and_remedy(use, word):
+    def program(flow, rollout, actor):
+        samples = rollout.generate(flow.source("p"))
+        use(samples)
+        return samples
+
+    with pytest.raises(TraceError, match=word) as caught:
+        traced(program)
+    # The line is the one inside `use`, which is where the stream was misused.
+    assert str(caught.value).startswith(f"test_flow_tracing.py:{use.__code__.co_firstlineno}: ")
+    assert str(caught.value).count(": ") >= 2
+
+
+def test_an_if_on_configuration_is_fine():
+    for train in (True, False):
+
+        def program(flow, rollout, actor, train=train):
+            samples = rollout.generate(flow.source("p"))
+            return actor.train(samples) if train else samples
+
+        assert ("actor.train" in traced(program).stages) is train
+
+
+def test_a_program_that_changes_is_refused_with_both_lines():
+    ticks = itertools.count()
+
+    def program(flow, rollout, actor):
+        samples = rollout.generate(flow.source("p"))
+        if next(ticks) % 2:
+            return actor.logprobs(samples)
+        return actor.train(samples)
+
+    first, second = line_of(program, "actor.train"), line_of(program, "actor.logprobs")
+    with pytest.raises(TraceError, match=rf"py:{second}: traced twice, actor.train at .*py:{first} became"):
+        traced(program)
+
+
+def test_a_program_that_grows_is_refused():
+    seen = []
+
+    def program(flow, rollout, actor):
+        seen.append(1)
+        stream = flow.source("p")
+        for _ in seen:
+            stream = rollout.generate(stream)
+        return stream
+
+    with pytest.raises(TraceError, match="traced twice"):
+        traced(program)
+
+
+def test_unknown_stages_are_refused_with_the_nearest():
+    def program(flow, rollout, actor):
+        return rollout.genrate(flow.source("p"))
+
+    with pytest.raises(AttributeError, match="group rollout has no stage 'genrate': did you mean 'generate'"):
+        traced(program)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (lambda flow, s: flow.map(lambda item: item, s), "cannot import"),
+        (lambda flow, s: flow.map(3, s), "map got a int"),
+        (lambda flow, s: flow.map(mean_reward, [s]), "got a list"),
+        (lambda flow, s: flow.gather(s, by=""), "empty `by`"),
+        (lambda flow, s: flow.first(0, s), "count=0"),
+        (lambda flow, s: flow.ordered(s, window=0), "window=0"),
+        (lambda flow, s: flow.epochs(s, 0), "count=0"),
+        (lambda flow, s: flow.merge(), "got no stream"),
+        (lambda flow, s: flow.source("again"), "second source"),
+    ],
+)
+def test_misuse_names_what_would_be_right(misuse, message):
+    def program(flow, rollout, actor):
+        return misuse(flow, rollout.generate(flow.source("p")))
+
+    with pytest.raises(TraceError, match=message):
+        traced(program)
+
+
+def test_publishing_before_the_training_is_refused():
+    def program(flow, rollout, actor):
+        flow.publish(actor, to=rollout)
+        return rollout.generate(flow.source("p"))
+
+    with pytest.raises(TraceError, match="before any of its stages"):
+        traced(program)
+
+
+def test_a_program_without_a_source_or_a_stream_is_refused():
+    with pytest.raises(TraceError, match="no source"):
+        traced(lambda flow, rollout, actor: None)
+    with pytest.raises(TraceError, match="returned a int"):
+        traced(lambda flow, rollout, actor: (flow.source("p"), 3)[1])
+
+
+def test_a_loop_that_is_never_fed_is_refused():
+    def program(flow, rollout, actor):
+        return rollout.generate(flow.loop(flow.source("p")))
+
+    with pytest.raises(TraceError, match="never fed"):
+        traced(program)
+
+
+def test_loops_have_feedback_streams(loop_graph):
+    back = [s for s in loop_graph.streams if s.feedback]
+    assert [(s.producer, s.consumer) for s in back] == [("split:is_live:yes", "policy.act")]
+    assert loop_graph.in_cycles == {"policy.act", "env.step", "split:is_live:yes"}
+
+
+def test_several_streams_into_a_stage_are_joined():
+    def program(flow: Flow, rollout, actor) -> Stream:
+        samples = rollout.generate(flow.source("p"))
+        old = actor.logprobs(flow.barrier(samples, whiten))
+        return actor.train(samples, old)
+
+    graph = traced(program)
+    assert graph.stages["join:actor.train"].kind == pb.STAGE_KIND_JOIN
+    assert graph.volume("actor.train") == 4
+
+
+def test_quotas_bound_what_follows():
+    def program(flow: Flow, rollout, actor) -> Stream:
+        groups = flow.gather(rollout.generate(flow.source("p")), by="prompt")
+        return actor.train(flow.first(3, groups, where=is_mixed, carry_surplus=True))
+
+    graph = traced(program, expansions={"rollout.generate": 2})
+    assert graph.volume("actor.train") == 3
+    assert graph.stages["first:is_mixed"].quota.carry_surplus
+
+
+def test_expansions_of_no_stage_are_refused():
+    with pytest.raises(TraceError, match=r"'rollout.genrate'.*did you mean 'rollout.generate'"):
+        traced(lambda flow, rollout, actor: rollout.generate(flow.source("p")), expansions={"rollout.genrate": 2})
+
+
+def test_text_mermaid_and_proto_show_every_stage(graph):
+    text, chart = graph.to_text(), graph.to_mermaid()
+    for name in graph.stages:
+        assert name in text
+        assert f'"{name}"' in chart
+    assert "[32 -> 4]  by prompt" in text
+    assert chart.startswith("flowchart LR\n")
+    again = Graph.from_proto(graph.to_proto())
+    assert again.to_text() == text
+    assert json.loads(graph.to_json())["name"] == "grpo"

@@ -25,13 +25,15 @@ _sym_db = _symbol_database.Default()
 from m2flow.proto.flow.v1 import flow_pb2 as m2flow_dot_proto_dot_flow_dot_v1_dot_flow__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!m2flow/proto/sched/v1/sched.proto\x12\x15m2flow.proto.sched.v1\x1a\x1fm2flow/proto/flow/v1/flow.proto\"8\n\x06Layout\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\r\x12\x0e\n\x06tensor\x18\x02 \x01(\r\x12\x10\n\x08pipeline\x18\x03 \x01(\r\"\xab\x01\n\x06Sample\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x02 \x01(\r\x12-\n\x06layout\x18\x03 \x01(\x0b\x32\x1d.m2flow.proto.sched.v1.Layout\x12\r\n\x05items\x18\x04 \x01(\x01\x12\x0e\n\x06tokens\x18\x05 \x01(\x01\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\x12\x12\n\npeak_bytes\x18\x07 \x01(\x01\x12\x0e\n\x06\x62\x65side\x18\x08 \x03(\t\"N\n\x0f\x43ompletionCurve\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x15\n\rtime_fraction\x18\x02 \x03(\x01\x12\x15\n\ritem_fraction\x18\x03 \x03(\x01\"q\n\nSwitchCost\x12\r\n\x05group\x18\x01 \x01(\t\x12\x10\n\x08onload_s\x18\x02 \x01(\x01\x12\x11\n\toffload_s\x18\x03 \x01(\x01\x12\x16\n\x0eresident_bytes\x18\x04 \x01(\x01\x12\x17\n\x0foffloaded_bytes\x18\x05 \x01(\x01\";\n\x08SyncCost\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\xc2\x02\n\x07Profile\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08hardware\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12.\n\x07samples\x18\x04 \x03(\x0b\x32\x1d.m2flow.proto.sched.v1.Sample\x12\x36\n\x06\x63urves\x18\x05 \x03(\x0b\x32&.m2flow.proto.sched.v1.CompletionCurve\x12\x33\n\x08switches\x18\x06 \x03(\x0b\x32!.m2flow.proto.sched.v1.SwitchCost\x12.\n\x05syncs\x18\x07 \x03(\x0b\x32\x1f.m2flow.proto.sched.v1.SyncCost\x12\x1a\n\x12transfer_latency_s\x18\x08 \x01(\x01\x12\x1c\n\x14transfer_bytes_per_s\x18\t \x01(\x01\"p\n\nDeviceSpec\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x01\x12\x13\n\x0b\x66lops_per_s\x18\x04 \x01(\x01\x12\x1a\n\x12memory_bytes_per_s\x18\x05 \x01(\x01\"\x9a\x01\n\x08NodeSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x32\n\x07\x64\x65vices\x18\x03 \x03(\x0b\x32!.m2flow.proto.sched.v1.DeviceSpec\x12\r\n\x05\x63ores\x18\x04 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x01\x12\x18\n\x10link_bytes_per_s\x18\x06 \x01(\x01\"u\n\x0b\x43lusterSpec\x12.\n\x05nodes\x18\x01 \x03(\x0b\x32\x1f.m2flow.proto.sched.v1.NodeSpec\x12\x1b\n\x13network_bytes_per_s\x18\x02 \x01(\x01\x12\x19\n\x11network_latency_s\x18\x03 \x01(\x01\"\xcf\x01\n\x0bPlanRequest\x12\x35\n\x08workflow\x18\x01 \x01(\x0b\x32#.m2flow.proto.flow.v1.WorkflowGraph\x12/\n\x07profile\x18\x02 \x01(\x0b\x32\x1e.m2flow.proto.sched.v1.Profile\x12\x33\n\x07\x63luster\x18\x03 \x01(\x0b\x32\".m2flow.proto.sched.v1.ClusterSpec\x12\x0c\n\x04mode\x18\x04 \x01(\t\x12\x15\n\rmax_staleness\x18\x05 \x01(\r\"|\n\nRankedPlan\x12\x31\n\x04plan\x18\x01 \x01(\x0b\x32#.m2flow.proto.flow.v1.ExecutionPlan\x12\x12\n\nsearched_s\x18\x02 \x01(\x01\x12\x13\n\x0bsimulated_s\x18\x03 \x01(\x01\x12\x12\n\npeak_bytes\x18\x04 \x01(\x01\"}\n\x0cPlanResponse\x12\x30\n\x05plans\x18\x01 \x03(\x0b\x32!.m2flow.proto.sched.v1.RankedPlan\x12\x10\n\x08search_s\x18\x02 \x01(\x01\x12\x15\n\rlower_bound_s\x18\x03 \x01(\x01\x12\x12\n\ninfeasible\x18\x04 \x01(\t\"E\n\x0e\x45xplainRequest\x12\x33\n\x07request\x18\x01 \x01(\x0b\x32\".m2flow.proto.sched.v1.PlanRequest\"\xad\x01\n\x0f\x45xplainResponse\x12\x35\n\x08response\x18\x01 \x01(\x0b\x32#.m2flow.proto.sched.v1.PlanResponse\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1a\n\x12\x62inding_constraint\x18\x03 \x01(\t\x12\x39\n\rsensitivities\x18\x04 \x03(\x0b\x32\".m2flow.proto.sched.v1.Sensitivity\"<\n\x0bSensitivity\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61\x63tor\x18\x02 \x01(\x01\x12\x0f\n\x07\x62\x65\x63omes\x18\x03 \x01(\t\"y\n\x0fSimulateRequest\x12\x33\n\x07request\x18\x01 \x01(\x0b\x32\".m2flow.proto.sched.v1.PlanRequest\x12\x31\n\x04plan\x18\x02 \x01(\x0b\x32#.m2flow.proto.flow.v1.ExecutionPlan\"Y\n\x10SimulateResponse\x12\x13\n\x0biteration_s\x18\x01 \x01(\x01\x12\x30\n\x08timeline\x18\x02 \x01(\x0b\x32\x1e.m2flow.proto.flow.v1.Timeline2\x9a\x02\n\x10SchedulerService\x12O\n\x04Plan\x12\".m2flow.proto.sched.v1.PlanRequest\x1a#.m2flow.proto.sched.v1.PlanResponse\x12X\n\x07\x45xplain\x12%.m2flow.proto.sched.v1.ExplainRequest\x1a&.m2flow.proto.sched.v1.ExplainResponse\x12[\n\x08Simulate\x12&.m2flow.proto.sched.v1.SimulateRequest\x1a\'.m2flow.proto.sched.v1.SimulateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!m2flow/proto/sched/v1/sched.proto\x12\x15m2flow.proto.sched.v1\x1a\x1fm2flow/proto/flow/v1/flow.proto\"8\n\x06Layout\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\r\x12\x0e\n\x06tensor\x18\x02 \x01(\r\x12\x10\n\x08pipeline\x18\x03 \x01(\r\"\xab\x01\n\x06Sample\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x02 \x01(\r\x12-\n\x06layout\x18\x03 \x01(\x0b\x32\x1d.m2flow.proto.sched.v1.Layout\x12\r\n\x05items\x18\x04 \x01(\x01\x12\x0e\n\x06tokens\x18\x05 \x01(\x01\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\x12\x12\n\npeak_bytes\x18\x07 \x01(\x01\x12\x0e\n\x06\x62\x65side\x18\x08 \x03(\t\"N\n\x0f\x43ompletionCurve\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x15\n\rtime_fraction\x18\x02 \x03(\x01\x12\x15\n\ritem_fraction\x18\x03 \x03(\x01\"q\n\nSwitchCost\x12\r\n\x05group\x18\x01 \x01(\t\x12\x10\n\x08onload_s\x18\x02 \x01(\x01\x12\x11\n\toffload_s\x18\x03 \x01(\x01\x12\x16\n\x0eresident_bytes\x18\x04 \x01(\x01\x12\x17\n\x0foffloaded_bytes\x18\x05 \x01(\x01\";\n\x08SyncCost\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\xad\x03\n\x07Profile\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08hardware\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12.\n\x07samples\x18\x04 \x03(\x0b\x32\x1d.m2flow.proto.sched.v1.Sample\x12\x36\n\x06\x63urves\x18\x05 \x03(\x0b\x32&.m2flow.proto.sched.v1.CompletionCurve\x12\x33\n\x08switches\x18\x06 \x03(\x0b\x32!.m2flow.proto.sched.v1.SwitchCost\x12.\n\x05syncs\x18\x07 \x03(\x0b\x32\x1f.m2flow.proto.sched.v1.SyncCost\x12\x1a\n\x12transfer_latency_s\x18\x08 \x01(\x01\x12\x1c\n\x14transfer_bytes_per_s\x18\t \x01(\x01\x12\x31\n\x06models\x18\n \x03(\x0b\x32!.m2flow.proto.sched.v1.StageModel\x12\x36\n\x0bmeasured_on\x18\x0b \x01(\x0b\x32!.m2flow.proto.sched.v1.DeviceSpec\"\xcd\x01\n\x0bTransformer\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x0e\n\x06hidden\x18\x02 \x01(\r\x12\r\n\x05heads\x18\x03 \x01(\r\x12\x10\n\x08kv_heads\x18\x04 \x01(\r\x12\x14\n\x0cintermediate\x18\x05 \x01(\r\x12\x12\n\nvocabulary\x18\x06 \x01(\r\x12\x17\n\x0ftied_embeddings\x18\x07 \x01(\x08\x12\x0f\n\x07\x65xperts\x18\x08 \x01(\r\x12\x16\n\x0e\x61\x63tive_experts\x18\t \x01(\r\x12\x11\n\thead_size\x18\n \x01(\r\"\xef\x01\n\nStageModel\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x37\n\x0btransformer\x18\x02 \x01(\x0b\x32\".m2flow.proto.sched.v1.Transformer\x12+\n\x05phase\x18\x03 \x01(\x0e\x32\x1c.m2flow.proto.sched.v1.Phase\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x01\x12\x12\n\nnew_tokens\x18\x05 \x01(\x01\x12\x14\n\x0cweight_bytes\x18\x06 \x01(\x01\x12\x18\n\x10tokens_in_flight\x18\x07 \x01(\x01\x12\x11\n\tsequences\x18\x08 \x01(\x01\"p\n\nDeviceSpec\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x01\x12\x13\n\x0b\x66lops_per_s\x18\x04 \x01(\x01\x12\x1a\n\x12memory_bytes_per_s\x18\x05 \x01(\x01\"\x9a\x01\n\x08NodeSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x32\n\x07\x64\x65vices\x18\x03 \x03(\x0b\x32!.m2flow.proto.sched.v1.DeviceSpec\x12\r\n\x05\x63ores\x18\x04 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x01\x12\x18\n\x10link_bytes_per_s\x18\x06 \x01(\x01\"u\n\x0b\x43lusterSpec\x12.\n\x05nodes\x18\x01 \x03(\x0b\x32\x1f.m2flow.proto.sched.v1.NodeSpec\x12\x1b\n\x13network_bytes_per_s\x18\x02 \x01(\x01\x12\x19\n\x11network_latency_s\x18\x03 \x01(\x01\"\xfb\x01\n\x0bPlanRequest\x12\x35\n\x08workflow\x18\x01 \x01(\x0b\x32#.m2flow.proto.flow.v1.WorkflowGraph\x12/\n\x07profile\x18\x02 \x01(\x0b\x32\x1e.m2flow.proto.sched.v1.Profile\x12\x33\n\x07\x63luster\x18\x03 \x01(\x0b\x32\".m2flow.proto.sched.v1.ClusterSpec\x12\x0c\n\x04mode\x18\x04 \x01(\t\x12\x15\n\rmax_staleness\x18\x05 \x01(\r\x12\x16\n\x0e\x64\x65vice_quantum\x18\x06 \x01(\r\x12\x12\n\nmax_chunks\x18\x07 \x01(\r\"\x8b\x01\n\nRankedPlan\x12\x31\n\x04plan\x18\x01 \x01(\x0b\x32#.m2flow.proto.flow.v1.ExecutionPlan\x12\x12\n\nsearched_s\x18\x02 \x01(\x01\x12\x13\n\x0bsimulated_s\x18\x03 \x01(\x01\x12\x12\n\npeak_bytes\x18\x04 \x01(\x01\x12\r\n\x05shape\x18\x05 \x01(\t\"\xb3\x01\n\x0cPlanResponse\x12\x30\n\x05plans\x18\x01 \x03(\x0b\x32!.m2flow.proto.sched.v1.RankedPlan\x12\x10\n\x08search_s\x18\x02 \x01(\x01\x12\x15\n\rlower_bound_s\x18\x03 \x01(\x01\x12\x12\n\ninfeasible\x18\x04 \x01(\t\x12\r\n\x05\x65xact\x18\x05 \x01(\x08\x12\x16\n\x0e\x64\x65vice_quantum\x18\x06 \x01(\r\x12\r\n\x05notes\x18\x07 \x03(\t\"E\n\x0e\x45xplainRequest\x12\x33\n\x07request\x18\x01 \x01(\x0b\x32\".m2flow.proto.sched.v1.PlanRequest\"\xad\x01\n\x0f\x45xplainResponse\x12\x35\n\x08response\x18\x01 \x01(\x0b\x32#.m2flow.proto.sched.v1.PlanResponse\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1a\n\x12\x62inding_constraint\x18\x03 \x01(\t\x12\x39\n\rsensitivities\x18\x04 \x03(\x0b\x32\".m2flow.proto.sched.v1.Sensitivity\"<\n\x0bSensitivity\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61\x63tor\x18\x02 \x01(\x01\x12\x0f\n\x07\x62\x65\x63omes\x18\x03 \x01(\t\"u\n\x0e\x43ompareRequest\x12\x30\n\x04left\x18\x01 \x01(\x0b\x32\".m2flow.proto.sched.v1.PlanRequest\x12\x31\n\x05right\x18\x02 \x01(\x0b\x32\".m2flow.proto.sched.v1.PlanRequest\"\x86\x01\n\x0f\x43ompareResponse\x12\x31\n\x04left\x18\x01 \x01(\x0b\x32#.m2flow.proto.sched.v1.PlanResponse\x12\x32\n\x05right\x18\x02 \x01(\x0b\x32#.m2flow.proto.sched.v1.PlanResponse\x12\x0c\n\x04text\x18\x03 \x01(\t\"y\n\x0fSimulateRequest\x12\x33\n\x07request\x18\x01 \x01(\x0b\x32\".m2flow.proto.sched.v1.PlanRequest\x12\x31\n\x04plan\x18\x02 \x01(\x0b\x32#.m2flow.proto.flow.v1.ExecutionPlan\"\x81\x01\n\x10SimulateResponse\x12\x13\n\x0biteration_s\x18\x01 \x01(\x01\x12\x30\n\x08timeline\x18\x02 \x01(\x0b\x32\x1e.m2flow.proto.flow.v1.Timeline\x12\x12\n\nsearched_s\x18\x03 \x01(\x01\x12\x12\n\ndifference\x18\x04 \x01(\x01*V\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_GENERATE\x10\x01\x12\x11\n\rPHASE_FORWARD\x10\x02\x12\x0f\n\x0bPHASE_TRAIN\x10\x03\x32\xf4\x02\n\x10SchedulerService\x12O\n\x04Plan\x12\".m2flow.proto.sched.v1.PlanRequest\x1a#.m2flow.proto.sched.v1.PlanResponse\x12X\n\x07\x45xplain\x12%.m2flow.proto.sched.v1.ExplainRequest\x1a&.m2flow.proto.sched.v1.ExplainResponse\x12[\n\x08Simulate\x12&.m2flow.proto.sched.v1.SimulateRequest\x1a\'.m2flow.proto.sched.v1.SimulateResponse\x12X\n\x07\x43ompare\x12%.m2flow.proto.sched.v1.CompareRequest\x1a&.m2flow.proto.sched.v1.CompareResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'm2flow.proto.sched.v1.sched_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_PHASE']._serialized_start=3251
+  _globals['_PHASE']._serialized_end=3337
   _globals['_LAYOUT']._serialized_start=93
   _globals['_LAYOUT']._serialized_end=149
   _globals['_SAMPLE']._serialized_start=152
@@ -43,29 +45,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SYNCCOST']._serialized_start=520
   _globals['_SYNCCOST']._serialized_end=579
   _globals['_PROFILE']._serialized_start=582
-  _globals['_PROFILE']._serialized_end=904
-  _globals['_DEVICESPEC']._serialized_start=906
-  _globals['_DEVICESPEC']._serialized_end=1018
-  _globals['_NODESPEC']._serialized_start=1021
-  _globals['_NODESPEC']._serialized_end=1175
-  _globals['_CLUSTERSPEC']._serialized_start=1177
-  _globals['_CLUSTERSPEC']._serialized_end=1294
-  _globals['_PLANREQUEST']._serialized_start=1297
-  _globals['_PLANREQUEST']._serialized_end=1504
-  _globals['_RANKEDPLAN']._serialized_start=1506
-  _globals['_RANKEDPLAN']._serialized_end=1630
-  _globals['_PLANRESPONSE']._serialized_start=1632
-  _globals['_PLANRESPONSE']._serialized_end=1757
-  _globals['_EXPLAINREQUEST']._serialized_start=1759
-  _globals['_EXPLAINREQUEST']._serialized_end=1828
-  _globals['_EXPLAINRESPONSE']._serialized_start=1831
-  _globals['_EXPLAINRESPONSE']._serialized_end=2004
-  _globals['_SENSITIVITY']._serialized_start=2006
-  _globals['_SENSITIVITY']._serialized_end=2066
-  _globals['_SIMULATEREQUEST']._serialized_start=2068
-  _globals['_SIMULATEREQUEST']._serialized_end=2189
-  _globals['_SIMULATERESPONSE']._serialized_start=2191
-  _globals['_SIMULATERESPONSE']._serialized_end=2280
-  _globals['_SCHEDULERSERVICE']._serialized_start=2283
-  _globals['_SCHEDULERSERVICE']._serialized_end=2565
+  _globals['_PROFILE']._serialized_end=1011
+  _globals['_TRANSFORMER']._serialized_start=1014
+  _globals['_TRANSFORMER']._serialized_end=1219
+  _globals['_STAGEMODEL']._serialized_start=1222
+  _globals['_STAGEMODEL']._serialized_end=1461
+  _globals['_DEVICESPEC']._serialized_start=1463
+  _globals['_DEVICESPEC']._serialized_end=1575
+  _globals['_NODESPEC']._serialized_start=1578
+  _globals['_NODESPEC']._serialized_end=1732
+  _globals['_CLUSTERSPEC']._serialized_start=1734
+  _globals['_CLUSTERSPEC']._serialized_end=1851
+  _globals['_PLANREQUEST']._serialized_start=1854
+  _globals['_PLANREQUEST']._serialized_end=2105
+  _globals['_RANKEDPLAN']._serialized_start=2108
+  _globals['_RANKEDPLAN']._serialized_end=2247
+  _globals['_PLANRESPONSE']._serialized_start=2250
+  _globals['_PLANRESPONSE']._serialized_end=2429
+  _globals['_EXPLAINREQUEST']._serialized_start=2431
+  _globals['_EXPLAINREQUEST']._serialized_end=2500
+  _globals['_EXPLAINRESPONSE']._serialized_start=2503
+  _globals['_EXPLAINRESPONSE']._serialized_end=2676
+  _globals['_SENSITIVITY']._serialized_start=2678
+  _globals['_SENSITIVITY']._serialized_end=2738
+  _globals['_COMPAREREQUEST']._serialized_start=2740
+  _globals['_COMPAREREQUEST']._serialized_end=2857
+  _globals['_COMPARERESPONSE']._serialized_start=2860
+  _globals['_COMPARERESPONSE']._serialized_end=2994
+  _globals['_SIMULATEREQUEST']._serialized_start=2996
+  _globals['_SIMULATEREQUEST']._serialized_end=3117
+  _globals['_SIMULATERESPONSE']._serialized_start=3120
+  _globals['_SIMULATERESPONSE']._serialized_end=3249
+  _globals['_SCHEDULERSERVICE']._serialized_start=3340
+  _globals['_SCHEDULERSERVICE']._serialized_end=3712
 # @@protoc_insertion_point(module_scope)

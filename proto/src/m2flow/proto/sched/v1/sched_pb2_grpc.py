@@ -50,6 +50,11 @@ class SchedulerServiceStub(object):
                 request_serializer=m2flow_dot_proto_dot_sched_dot_v1_dot_sched__pb2.SimulateRequest.SerializeToString,
                 response_deserializer=m2flow_dot_proto_dot_sched_dot_v1_dot_sched__pb2.SimulateResponse.FromString,
                 _registered_method=True)
+        self.Compare = channel.unary_unary(
+                '/m2flow.proto.sched.v1.SchedulerService/Compare',
+                request_serializer=m2flow_dot_proto_dot_sched_dot_v1_dot_sched__pb2.CompareRequest.SerializeToString,
+                response_deserializer=m2flow_dot_proto_dot_sched_dot_v1_dot_sched__pb2.CompareResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer(object):
@@ -77,6 +82,13 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Compare(self, request, context):
+        """Plans twice and says what differs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +106,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.Simulate,
                     request_deserializer=m2flow_dot_proto_dot_sched_dot_v1_dot_sched__pb2.SimulateRequest.FromString,
                     response_serializer=m2flow_dot_proto_dot_sched_dot_v1_dot_sched__pb2.SimulateResponse.SerializeToString,
+            ),
+            'Compare': grpc.unary_unary_rpc_method_handler(
+                    servicer.Compare,
+                    request_deserializer=m2flow_dot_proto_dot_sched_dot_v1_dot_sched__pb2.CompareRequest.FromString,
+                    response_serializer=m2flow_dot_proto_dot_sched_dot_v1_dot_sched__pb2.CompareResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +195,33 @@ class SchedulerService(object):
             '/m2flow.proto.sched.v1.SchedulerService/Simulate',
             m2flow_dot_proto_dot_sched_dot_v1_dot_sched__pb2.SimulateRequest.SerializeToString,
             m2flow_dot_proto_dot_sched_dot_v1_dot_sched__pb2.SimulateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Compare(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/m2flow.proto.sched.v1.SchedulerService/Compare',
+            m2flow_dot_proto_dot_sched_dot_v1_dot_sched__pb2.CompareRequest.SerializeToString,
+            m2flow_dot_proto_dot_sched_dot_v1_dot_sched__pb2.CompareResponse.FromString,
             options,
             channel_credentials,
             insecure,

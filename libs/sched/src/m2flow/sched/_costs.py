@@ -1,0 +1,177 @@
+"""What every stage costs: the profile's models, looked up by node, chunk size, neighbours and pins."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from m2flow.proto.flow.v1 import flow_pb2
+from m2flow.proto.sched.v1 import sched_pb2
+from m2flow.sched._cluster import Pool
+from m2flow.sched._table import Floats
+from m2flow.sched._workflow import Workflow
+from m2flow.sched.cost import Estimate, StageCost, assumed_stage, fit_corun, fit_stage, slowdown
+from m2flow.sched.memory import StageMemory, fit_memory
+from m2flow.sched.roofline import hardware_scale, roofline
+
+_ASSUMED_S = 1e-3  # an item of a stage that nothing is known of
+_MOVE_BYTES_PER_S = 1e10  # onload and offload, where only the bytes are known
+
+
+@dataclass
+class Costs:
+    """Seconds and bytes of stages and groups, from a profile.
+
+    Args:
+        stages: By stage that costs device time.
+        hosts: By passive stage that was profiled: its seconds come on top of the stage that it feeds.
+        corun: See `fit_corun`.
+        memory: By stage; missing where nothing is known.
+        switches: By group.
+        notes: What was assumed or estimated, in words.
+    """
+
+    workflow: Workflow
+    stages: Mapping[str, StageCost]
+    hosts: Mapping[str, StageCost]
+    corun: Mapping[tuple[str, frozenset[str]], float]
+    memory: Mapping[str, StageMemory]
+    switches: Mapping[str, sched_pb2.SwitchCost]
+    latency_s: float
+    bytes_per_s: float
+    notes: list[str] = field(default_factory=list)
+    scaled: Mapping[str, float] = field(default_factory=dict)
+
+    def stage_seconds(self, stage: str, items: float | Floats, devices: Floats, beside: frozenset[str]) -> Floats:
+        """[N] seconds of one chunk of a stage, its transfers in and its passive feeders included."""
+        seconds = self.stages[stage].seconds(items, devices) * self.scaled.get(stage, 1.0)
+        if beside and self.corun:
+            seconds = seconds * slowdown(self.corun, stage, beside)
+        return np.asarray(seconds + self.feeding_seconds(stage, items))
+
+    def feeding_seconds(self, stage: str, items: float | Floats) -> float | Floats:
+        """Seconds that it takes to bring a chunk in: a message a stream, its bytes, and maps on the way."""
+        workflow = self.workflow
+        total: float | Floats = 0.0
+        for edge in workflow.edges:
+            if edge.stage == stage:
+                total = total + self.latency_s
+                if self.bytes_per_s:
+                    total = total + items * edge.item_bytes / self.bytes_per_s
+                for passive in edge.via:
+                    if passive in self.hosts:
+                        passed = np.atleast_1d(items) * workflow.volumes[passive] / max(workflow.volumes[stage], 1e-12)
+                        total = total + self.hosts[passive].seconds(passed, np.ones(len(passed)))
+        return total
+
+    def estimate(self, stage: str, items: float, devices: int) -> Estimate:
+        return self.stages[stage].estimate(items, devices)
+
+    def switch_s(self, group: str) -> tuple[float, float]:
+        """Seconds of onload and of offload of a group; what was not measured takes its bytes at 10 GB/s."""
+        known = self.switches.get(group)
+        if known is None:
+            return 0.0, 0.0
+        moved = max(known.resident_bytes - known.offloaded_bytes, 0.0) / _MOVE_BYTES_PER_S
+        if not known.onload_s and not known.offload_s:
+            return moved, moved
+        return known.onload_s, known.offload_s
+
+    def switches_s(self, groups: tuple[str, ...]) -> tuple[float, float]:
+        """Seconds of onload and of offload of several groups, one after the other."""
+        both = [self.switch_s(g) for g in groups]
+        return sum(b[0] for b in both), sum(b[1] for b in both)
+
+    def group_memory(
+        self, group: str, stages: tuple[str, ...], items: Mapping[str, float] | Mapping[str, Floats], devices: Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        """[N] bytes on one device of a group: idle but resident, offloaded, and while the largest of `stages` runs."""
+        known = self.switches.get(group)
+        resident = np.full(len(devices), known.resident_bytes if known else 0.0)
+        offloaded = np.full(len(devices), known.offloaded_bytes if known else 0.0)
+        peaks = [self.memory[s].peak_bytes(items[s], devices) for s in stages if s in self.memory]
+        run = np.max(peaks, axis=0) if peaks else resident
+        keep = np.minimum(resident, run) if known and known.resident_bytes else run
+        return keep, np.minimum(offloaded, keep), run
+
+
+def build_costs(workflow: Workflow, profile: sched_pb2.Profile, kinds: Mapping[str, Pool]) -> Costs:
+    """Fits every stage of the workflow; stages without samples are answered by a roofline, or assumed, and noted."""
+    notes: list[str] = []
+    alone = _alone(profile, notes)
+    models = {m.stage: m for m in profile.models}
+    groups, stages, memory = workflow.groups, {}, {}
+    group_of = {s.name: s.group for s in workflow.graph.stages}
+    for node in workflow.nodes:
+        for stage in node.stages:
+            group = groups[group_of[stage]]
+            pool = kinds.get(group.device_kind)
+            stages[stage] = _stage(stage, alone.get(stage, []), models.get(stage), group, pool, profile, notes)
+            fitted = fit_memory(alone.get(stage, []), models.get(stage), max(group.devices_per_rank, 1))
+            if fitted is not None:
+                memory[stage] = fitted
+    kinds_of = {s.name: s.kind for s in workflow.graph.stages}
+    hosts = {
+        s: fit_stage(samples)
+        for s, samples in alone.items()
+        if s in kinds_of and s not in stages and kinds_of[s] != flow_pb2.STAGE_KIND_PUBLISH
+    }
+    return Costs(
+        workflow=workflow,
+        stages=stages,
+        hosts=hosts,
+        corun=fit_corun(profile.samples, stages),
+        memory=memory,
+        switches={s.group: s for s in profile.switches},
+        latency_s=profile.transfer_latency_s,
+        bytes_per_s=profile.transfer_bytes_per_s,
+        notes=notes,
+    )
+
+
+def _alone(profile: sched_pb2.Profile, notes: list[str]) -> dict[str, list[sched_pb2.Sample]]:
+    """Samples by stage, those taken beside others only where there are no others."""
+    alone: dict[str, list[sched_pb2.Sample]] = {}
+    beside: dict[str, list[sched_pb2.Sample]] = {}
+    for sample in profile.samples:
+        if sample.seconds > 0 and sample.items > 0 and sample.devices > 0:
+            (beside if sample.beside else alone).setdefault(sample.stage, []).append(sample)
+    for stage, samples in beside.items():
+        if stage not in alone:
+            notes.append(f"{stage}: only measured beside other stages; taken as its time alone")
+            alone[stage] = samples
+    return alone
+
+
+def _stage(
+    stage: str,
+    samples: list[sched_pb2.Sample],
+    model: sched_pb2.StageModel | None,
+    group: flow_pb2.WorkerGroup,
+    pool: Pool | None,
+    profile: sched_pb2.Profile,
+    notes: list[str],
+) -> StageCost:
+    split = max(group.devices_per_rank, 1)
+    roof = None
+    if model is not None and pool is not None and pool.spec.flops_per_s and pool.spec.memory_bytes_per_s:
+        roof = roofline(model, pool.spec, split=split)
+    if not samples:
+        if roof is not None:
+            notes.append(
+                f"{stage}: no samples; a roofline of {pool.kind if pool else '?'}, right within a factor of two"
+            )
+            return roof
+        notes.append(
+            f"{stage}: no samples and no model; assumed {_ASSUMED_S:g} s an item, right within a factor of ten"
+        )
+        return assumed_stage(_ASSUMED_S)
+    fitted = fit_stage(samples)
+    scale, error = hardware_scale(profile.measured_on, pool.spec) if pool else (1.0, 0.0)
+    if (scale, error) != (1.0, 0.0):
+        notes.append(
+            f"{stage}: measured on {profile.hardware or profile.measured_on.kind}, scaled by {scale:.3g} for this "
+            f"hardware's ceilings, within {error:.0%}"
+        )
+    parts = fitted.coefficients, fitted.points, fitted.residuals, fitted.noise, fitted.per_item
+    return StageCost(*parts, scale, "measured", error, roof)

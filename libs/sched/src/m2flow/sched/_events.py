@@ -1,0 +1,233 @@
+"""The discrete-event run of an execution plan: chunks, turns, switches, tails and publications on a clock.
+
+It knows nothing of the plan's tree and shares no formula with the closed form: stages take chunks of their
+granularity when input, room and devices are there; groups that share devices take turns by (iteration, position);
+an offloaded group pays onload and offload in each turn; a long-tailed stage lets its items out along its curve.
+"""
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+_EPS = 1e-9
+
+
+@dataclass(frozen=True)
+class Task:
+    """A node, or a publication, as the simulator sees it.
+
+    Args:
+        name: For the record.
+        devices: Ids that it occupies while it runs.
+        chunks: Number of chunks in an iteration.
+        fraction: Of the iteration's items in one chunk; the last chunk may be smaller.
+        position: In the order of turns.
+        hold: Keeps its devices until its iteration ends.
+        onload_s, offload_s: Paid at the start and the end of every turn.
+        needs: Producers as (task, whether all of the iteration must have arrived).
+        room: For consumers with a bounded edge: (task, fraction of the iteration that the edge holds).
+        seconds: Of a chunk of a fraction of the iteration, given the names running beside it.
+        emits: Fractions of the chunk's time at which the j-th of len(emits) equal parts is out; empty: at its end.
+    """
+
+    name: str
+    devices: frozenset[int]
+    chunks: int
+    fraction: float
+    position: int
+    hold: bool
+    onload_s: float
+    offload_s: float
+    needs: tuple[tuple[int, bool], ...]
+    room: tuple[tuple[int, float], ...]
+    seconds: Callable[[float, frozenset[str]], float]
+    emits: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a task did: "onload", "busy" or "offload"."""
+
+    task: int
+    kind: str
+    start_s: float
+    end_s: float
+    iteration: int
+    fraction: float
+
+
+@dataclass
+class _State:
+    iteration: int = 0
+    started: int = 0
+    done: int = 0
+    running: bool = False
+    holds: bool = False
+    loaded: bool = False
+    out: dict[int, float] = field(default_factory=dict)  # by iteration: the fraction that has come out
+    taken: dict[int, float] = field(default_factory=dict)  # by iteration: the fraction of the input that was taken
+
+
+class Clockwork:
+    """Runs tasks for a number of iterations.
+
+    Args:
+        tasks: In any order.
+        iterations: How many.
+        in_flight: Iterations that may be under way at once: 1 + staleness.
+        record: Whether to keep events.
+    """
+
+    def __init__(self, tasks: Sequence[Task], iterations: int, in_flight: int, record: bool) -> None:
+        self._tasks, self._iterations, self._in_flight = tasks, iterations, in_flight
+        self._order = sorted(range(len(tasks)), key=lambda i: tasks[i].position)
+        self._states = [_State() for _ in tasks]
+        self._owner: dict[int, int] = {}
+        self._heap: list[tuple[float, int, Callable[[float], None]]] = []
+        self._count = 0
+        self._now = 0.0
+        self._record = record
+        self._finished = [0] * iterations
+        self.events: list[Event] = []
+        self.ends: list[float] = [0.0] * iterations
+
+    def run(self) -> list[float]:
+        """Returns when each iteration ended, in seconds.
+
+        Raises:
+            RuntimeError: some task can never start: the plan deadlocks; the message names who waits.
+        """
+        self._dispatch()
+        while self._heap:
+            self._now, _, action = heapq.heappop(self._heap)
+            action(self._now)
+            while self._heap and self._heap[0][0] <= self._now + _EPS:
+                heapq.heappop(self._heap)[2](self._now)
+            self._dispatch()
+        waiting = [t.name for t, s in zip(self._tasks, self._states, strict=True) if s.iteration < self._iterations]
+        if waiting:
+            raise RuntimeError(f"the plan never ends: {waiting} wait for input, room or devices that do not come")
+        return self.ends
+
+    def _at(self, time: float, action: Callable[[float], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (time, self._count, action))
+
+    def _dispatch(self) -> None:
+        """Gives devices to whoever can start, by ticket; a lower ticket that waits for devices reserves nothing."""
+        order = self._order
+        if self._in_flight > 1:
+            order = sorted(order, key=lambda i: (self._states[i].iteration, self._tasks[i].position))
+        for index in order:
+            state, task = self._states[index], self._tasks[index]
+            if state.running or state.iteration >= self._iterations or not self._ready(index):
+                continue
+            if not state.holds:
+                if any(d in self._owner for d in task.devices):
+                    continue
+                for device in task.devices:
+                    self._owner[device] = index
+                state.holds = True
+            self._start(index)
+
+    def _ready(self, index: int) -> bool:
+        state, task = self._states[index], self._tasks[index]
+        if state.iteration >= self._in_flight and self._finished[state.iteration - self._in_flight] < len(self._tasks):
+            return False
+        wanted = min(1.0, (state.started + 1) * task.fraction)
+        for producer, whole in task.needs:
+            out = self._states[producer].out.get(state.iteration, 0.0)
+            if out < (1.0 if whole else wanted) - _EPS:
+                return False
+        ahead = state.started * task.fraction
+        for consumer, room in task.room:
+            held = min(1.0, ahead + task.fraction) - self._states[consumer].taken.get(state.iteration, 0.0)
+            if held > room + _EPS:
+                return False
+        return True
+
+    def _start(self, index: int) -> None:
+        state, task = self._states[index], self._tasks[index]
+        state.running = True
+        part = min(1.0, (state.started + 1) * task.fraction) - state.started * task.fraction
+        state.started += 1
+        state.taken[state.iteration] = min(1.0, state.started * task.fraction)
+        begin = self._now
+        if not state.loaded and task.onload_s:
+            self._note(index, "onload", begin, begin + task.onload_s, 0.0)
+            begin += task.onload_s
+        state.loaded = True
+        beside = frozenset(
+            t.name for t, s in zip(self._tasks, self._states, strict=True) if s.running and t is not task
+        )
+        seconds = task.seconds(part, beside)
+        self._note(index, "busy", begin, begin + seconds, part)
+        for j, moment in enumerate(task.emits[:-1], start=1):
+            self._at(begin + moment * seconds, self._emission(state, j / len(task.emits)))
+        self._at(begin + seconds, lambda now: self._end(index, now))
+
+    @staticmethod
+    def _emission(state: _State, fraction: float) -> Callable[[float], None]:
+        iteration = state.iteration
+
+        def emit(_: float) -> None:
+            state.out[iteration] = fraction
+
+        return emit
+
+    def _end(self, index: int, now: float) -> None:
+        state, task = self._states[index], self._tasks[index]
+        state.done += 1
+        over = state.done == task.chunks
+        state.out[state.iteration] = 1.0 if over else state.done * task.fraction
+        release = over or not task.hold
+        if release and task.offload_s:
+            self._note(index, "offload", now, now + task.offload_s, 0.0)
+            self._at(now + task.offload_s, lambda _: self._release(index, over))
+        elif release:
+            self._release(index, over)
+        else:
+            state.running = False
+
+    def _release(self, index: int, over: bool) -> None:
+        state, task = self._states[index], self._tasks[index]
+        for device in task.devices:
+            del self._owner[device]
+        state.holds = state.running = False
+        state.loaded = False
+        if over:
+            self._finished[state.iteration] += 1
+            if self._finished[state.iteration] == len(self._tasks):
+                self.ends[state.iteration] = self._now
+            state.iteration, state.started, state.done = state.iteration + 1, 0, 0
+
+    def _note(self, index: int, kind: str, start: float, end: float, fraction: float) -> None:
+        if self._record:
+            self.events.append(Event(index, kind, start, end, self._states[index].iteration, fraction))
+
+
+def ring_seconds(parts: Mapping[str, float], servers: Mapping[str, str], rounds: int, batches: int) -> float:
+    """Seconds until `batches` equal batches have each gone `rounds` times round the parts, first come first served.
+
+    Args:
+        parts: Seconds of one batch at each part, in ring order.
+        servers: By part, what it occupies: parts with one server take turns on it.
+    """
+    names = list(parts)
+    free = dict.fromkeys(servers.values(), 0.0)
+    heap = [(0.0, batch, 0) for batch in range(batches)]
+    heapq.heapify(heap)
+    last = 0.0
+    while heap:
+        ready, batch, step = heapq.heappop(heap)
+        part = names[step % len(names)]
+        start = max(ready, free[servers[part]])
+        if start > ready + _EPS:
+            heapq.heappush(heap, (start, batch, step))
+            continue
+        end = start + parts[part]
+        free[servers[part]] = end
+        last = max(last, end)
+        if step + 1 < rounds * len(names):
+            heapq.heappush(heap, (end, batch, step + 1))
+    return last

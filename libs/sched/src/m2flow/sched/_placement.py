@@ -1,0 +1,205 @@
+"""From a plan's tree to an execution plan: device ids, granularity, order, residency and capacities."""
+
+from collections.abc import Iterator, Mapping
+from math import ceil
+
+import numpy as np
+
+from m2flow.proto.flow.v1 import flow_pb2
+from m2flow.sched._build import Model
+from m2flow.sched._closed_form import intervals, iteration_seconds
+from m2flow.sched._plans import Candidate
+from m2flow.sched._tree import Leaf, Tree, Turns, leaves
+
+Ids = dict[str, tuple[int, ...]]
+
+
+def execution_plan(model: Model, candidate: Candidate) -> flow_pb2.ExecutionPlan:
+    """Returns the plan with its prediction. Stages that cost no device time are not in it: they go where items go."""
+    devices = _devices(model, candidate)
+    plan = flow_pb2.ExecutionPlan(mode=candidate.mode, staleness=candidate.staleness)
+    offloaded = {g for leaf in leaves(candidate.tree) if leaf.offloaded for g in model.workflow.nodes[leaf.node].groups}
+    for group in model.workflow.graph.groups:
+        if group.name not in devices:
+            continue
+        plan.groups.add(
+            group=group.name,
+            device_ids=devices[group.name],
+            num_ranks=len(devices[group.name]) // max(group.devices_per_rank, 1),
+            residency=flow_pb2.RESIDENCY_OFFLOADED if group.name in offloaded else flow_pb2.RESIDENCY_RESIDENT,
+        )
+    _add_stages(model, candidate, plan)
+    _add_edges(model, candidate, plan)
+    for members in share_groups(devices):
+        together = sorted({d for g in members for d in devices[g]})
+        plan.share_groups.add(groups=members, device_ids=together)
+    _add_prediction(model, candidate, devices, offloaded, plan)
+    return plan
+
+
+def share_groups(devices: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
+    """Groups that share devices, directly or through a third, two or more together."""
+    found: list[tuple[list[str], set[int]]] = []
+    for group, ids in devices.items():
+        touching = [f for f in found if f[1] & set(ids)]
+        found = [f for f in found if f not in touching]
+        found.append(([*(g for f in touching for g in f[0]), group], set(ids).union(*(f[1] for f in touching))))
+    return [members for members, _ in found if len(members) > 1]
+
+
+def _devices(model: Model, candidate: Candidate) -> Ids:
+    """Device ids of every group; pinned groups have theirs from the start, the rest fill up in the order of turns."""
+    free = {k: tuple(model.pools[k].ids) for k in model.kinds}
+    taken = dict.fromkeys(model.kinds, 0)
+    blocks: Ids = {}
+    for cluster in candidate.pins.clusters:
+        kind = model.workflow.groups[next(iter(sorted(cluster)))].device_kind
+        quantum = model.problem.quanta[model.kinds.index(kind)]
+        for group in cluster:
+            blocks[group] = free[kind][taken[kind] : taken[kind] + candidate.pins.units[group] * quantum]
+        taken[kind] += max(candidate.pins.units[g] for g in cluster) * quantum
+    placed: Ids = {}
+    _assign(model, candidate.tree, free, blocks, placed)
+    return placed
+
+
+def _assign(model: Model, tree: Tree, ids: Ids, blocks: Ids, placed: Ids) -> None:
+    if isinstance(tree, Leaf):
+        _assign_leaf(model, tree, ids, blocks, placed)
+        return
+    if isinstance(tree, Turns):
+        for part in tree.parts:
+            _assign(model, part, ids, blocks, placed)
+        return
+    wanted = [{d for g in _groups(model, p) for d in blocks.get(g, ())} for p in tree.parts]
+    used: set[int] = set()
+    for i, part in enumerate(tree.parts):
+        mine: Ids = {}
+        reserved = used.union(*(w for j, w in enumerate(wanted) if j != i))
+        for k, kind in enumerate(model.kinds):
+            count = int(model.problem.grid.vectors[part.units][k]) * model.problem.quanta[k]
+            first = [d for d in ids[kind] if d in wanted[i]]
+            rest = [d for d in ids[kind] if d not in wanted[i] and d not in reserved]
+            mine[kind] = tuple(sorted((first + rest)[:count]))
+            used.update(mine[kind])
+        _assign(model, part, mine, blocks, placed)
+
+
+def _assign_leaf(model: Model, leaf: Leaf, ids: Ids, blocks: Ids, placed: Ids) -> None:
+    groups = model.workflow.nodes[leaf.node].groups
+    used = {d for g in groups for d in blocks.get(g, ())} if leaf.batches else set()
+    for group, count in zip(groups, leaf.devices, strict=True):
+        kind = model.workflow.groups[group].device_kind
+        pool = blocks.get(group) or tuple(d for d in ids[kind] if d not in used)
+        placed[group] = pool[:count]
+        if leaf.batches:
+            used.update(placed[group])
+
+
+def _groups(model: Model, tree: Tree) -> set[str]:
+    return {g for leaf in leaves(tree) for g in model.workflow.nodes[leaf.node].groups}
+
+
+def _turns(tree: Tree, level: str = "") -> Iterator[tuple[Leaf, str]]:
+    """Leaves with how long their turns are: "iteration", "chunk", or "" for one that shares with nobody."""
+    if isinstance(tree, Leaf):
+        yield tree, level
+        return
+    inside = level
+    if isinstance(tree, Turns):
+        chunks = next(leaves(tree)).chunks
+        inside = "chunk" if all(leaf.chunks == chunks for leaf in leaves(tree)) and chunks > 1 else "iteration"
+    for part in tree.parts:
+        yield from _turns(part, inside)
+
+
+def _add_stages(model: Model, candidate: Candidate, plan: flow_pb2.ExecutionPlan) -> None:
+    position = 0
+    for leaf, level in _turns(candidate.tree):
+        for stage in model.workflow.nodes[leaf.node].stages:
+            pieces = 1 if leaf.streams else leaf.chunks * max(leaf.batches, 1)
+            volume = model.workflow.volumes[stage]
+            granularity = max(1, ceil(volume / pieces - 1e-9))
+            plan.stages.add(stage=stage, granularity=granularity, position=position, hold=level == "iteration")
+            position += 1
+    for publish in model.workflow.publishes:
+        plan.stages.add(stage=publish.name, granularity=1, position=position, hold=False)
+        position += 1
+
+
+def _add_edges(model: Model, candidate: Candidate, plan: flow_pb2.ExecutionPlan) -> None:
+    """Inside turns that are a chunk long an edge holds one chunk, so that the producer yields; the feedback of a cycle
+    holds the chunk that goes round; others have no bound."""
+    by_chunk, rounds = {}, {}
+    for i, (leaf, level) in enumerate(_turns(candidate.tree)):
+        stages = model.workflow.nodes[leaf.node].stages
+        if level == "chunk":
+            by_chunk.update(dict.fromkeys(stages, (leaf, i)))
+        if leaf.batches:
+            rounds.update(dict.fromkeys(stages, leaf.chunks))
+    for stream in model.workflow.graph.streams:
+        pair = by_chunk.get(stream.producer), by_chunk.get(stream.consumer)
+        capacity = 0
+        if pair[0] and pair[1] and pair[0][0].chunks == pair[1][0].chunks and not stream.feedback:
+            capacity = max(1, ceil(model.workflow.volumes[stream.consumer] / pair[1][0].chunks - 1e-9))
+        if stream.feedback and stream.consumer in rounds:
+            capacity = max(1, ceil(model.workflow.volumes[stream.consumer] / rounds[stream.consumer] - 1e-9))
+        plan.edges.add(producer=stream.producer, consumer=stream.consumer, capacity=capacity)
+
+
+def _add_prediction(
+    model: Model, candidate: Candidate, devices: Ids, offloaded: set[str], plan: flow_pb2.ExecutionPlan
+) -> None:
+    tree, tails, sync_s = candidate.tree, model.problem.tails, model.problem.sync_s
+    plan.prediction.iteration_s = candidate.seconds
+    plan.prediction.error_s = error_seconds(model, tree)
+    for node, interval in intervals(tree, tails).items():
+        for stage in model.workflow.nodes[node].stages:
+            plan.prediction.stages.add(
+                stage=stage, start_s=interval.start_s, end_s=interval.end_s, busy_s=interval.busy_s
+            )
+    end = iteration_seconds(tree, tails)
+    for publish in model.workflow.publishes:
+        plan.prediction.stages.add(stage=publish.name, start_s=end, end_s=end + sync_s, busy_s=sync_s)
+    for device, held in peak_bytes(model, tree, devices, offloaded).items():
+        plan.prediction.peak_bytes[device] = int(held)
+
+
+def error_seconds(model: Model, tree: Tree) -> float:
+    """Half the width of the believed interval: the stages' own errors, carried through the closed form."""
+    tails, base, square = model.problem.tails, iteration_seconds(tree, model.problem.tails), 0.0
+    for leaf in leaves(tree):
+        node = model.workflow.nodes[leaf.node]
+        for stage in node.stages:
+            devices = leaf.devices[node.groups.index(_group_of(model, stage))]
+            pieces = 1 if leaf.streams else leaf.chunks * max(leaf.batches, 1)
+            estimate = model.costs.estimate(stage, model.workflow.volumes[stage] / pieces, devices)
+            wider = iteration_seconds(tree, tails, {leaf.node: 1 + estimate.relative_error / len(node.stages)})
+            square += (wider - base) ** 2
+    return float(square**0.5)
+
+
+def _group_of(model: Model, stage: str) -> str:
+    return next(s.group for s in model.workflow.graph.stages if s.name == stage)
+
+
+def peak_bytes(model: Model, tree: Tree, devices: Ids, offloaded: set[str]) -> dict[int, float]:
+    """Bytes on each device at most: what all its groups hold while idle, and the most that one adds when it runs."""
+    idle: dict[int, float] = {}
+    extra: dict[int, float] = {}
+    held: dict[str, tuple[float, float]] = {}
+    for leaf in leaves(tree):
+        node = model.workflow.nodes[leaf.node]
+        for group in node.groups:
+            stages = tuple(s for s in node.stages if _group_of(model, s) == group)
+            items = {s: model.workflow.volumes[s] / leaf.chunks for s in stages}
+            count = np.array([float(max(len(devices[group]), 1))])
+            keep, off, run = (float(b[0]) for b in model.costs.group_memory(group, stages, items, count))
+            rest = off if group in offloaded else keep
+            before = held.get(group, (0.0, 0.0))
+            held[group] = max(before[0], rest), max(before[1], run - rest, 0.0)
+    for group, (rest, more) in held.items():
+        for device in devices[group]:
+            idle[device] = idle.get(device, 0.0) + rest
+            extra[device] = max(extra.get(device, 0.0), more)
+    return {d: idle[d] + extra[d] for d in sorted(idle)}

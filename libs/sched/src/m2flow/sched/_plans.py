@@ -1,0 +1,104 @@
+"""The best plans of a problem: the search run for every choice of pins, and the best rows of all."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from m2flow.sched._problem import Problem
+from m2flow.sched._search import Pins, Search
+from m2flow.sched._table import Floats, Table
+from m2flow.sched._tree import Reader, Tree, shape
+
+_ROWS_A_CUT = 2  # of each first cut the best rows that are ranked
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan: its tree, the pins it was found with, and the seconds of an iteration by the closed form."""
+
+    tree: Tree
+    pins: Pins
+    seconds: float
+    staleness: int
+    mode: str
+
+
+_MODES = ("temporal", "temporal", "spatial", "hybrid")
+
+
+def best_plans(problem: Problem, mode: str, count: int) -> list[Candidate]:
+    """Returns up to `count` different plans of a mode ("" for any), best first; none if none fits."""
+    ranked: list[tuple[float, int, int, Table, Pins]] = []
+    for pins in pin_choices(problem, mode):
+        for table in Search(problem, mode, pins).whole():
+            for staleness in range(problem.max_staleness + 1 if table.busy is not None else 1):
+                seconds = _iteration_seconds(problem, table, staleness, mode)
+                ranked += [(float(seconds[row]), staleness, row, table, pins) for row in _best_rows(table, seconds)]
+    ranked.sort(key=lambda r: r[:2])
+    plans: dict[tuple[str, int], Candidate] = {}
+    reader = Reader(problem.names, problem.grid, problem.chunk_counts)
+    for best, staleness, row, table, pins in ranked:
+        tree = reader.read(table, row)
+        name = shape(tree), staleness
+        if name not in plans:
+            plans[name] = Candidate(tree, pins, best, staleness, _MODES[int(table.shares[row])])
+        if len(plans) == count:
+            break
+    return list(plans.values())
+
+
+def _iteration_seconds(problem: Problem, table: Table, staleness: int, mode: str) -> Floats:
+    """[R] seconds of an iteration with publication; of an asynchronous one, between two ends of iterations."""
+    seconds = table.seconds + problem.sync_s
+    if staleness and table.busy is not None:
+        seconds = np.maximum(table.busy + problem.sync_s, seconds / (staleness + 1))
+    return np.where(table.shares == 3, seconds, np.inf) if mode == "hybrid" else seconds
+
+
+def _best_rows(table: Table, seconds: Floats) -> list[int]:
+    """The fastest rows; of pipelines the fastest of each chunk count. Neighbours on the device axis say little."""
+    if table.busy is None:
+        rows = np.argsort(seconds, kind="stable")[:_ROWS_A_CUT]
+    else:
+        levels = table.child[:, 1]
+        chosen = [np.flatnonzero(levels == level) for level in np.unique(levels)]
+        rows = np.array([c[np.argmin(seconds[c])] for c in chosen], dtype=np.int64)
+    return [int(r) for r in rows if np.isfinite(seconds[r])]
+
+
+def pin_choices(problem: Problem, mode: str) -> Iterator[Pins]:
+    """Every number of units, every overlap and every residency of the groups that run several nodes."""
+    groups = problem.repeated
+    if not groups:
+        yield Pins({})
+        return
+    units = [_pin_units(problem) for _ in groups]
+    for counts in product(*units):
+        for clusters in _partitions(list(groups)):
+            if mode == "spatial" and len(clusters) < len(groups):
+                continue
+            if mode == "temporal" and len(clusters) > 1:
+                continue
+            for flags in product((False, True), repeat=0 if problem.unlimited else len(groups)):
+                offloaded = frozenset(g for g, f in zip(groups, flags, strict=False) if f)
+                yield Pins(dict(zip(groups, counts, strict=True)), clusters, offloaded)
+
+
+def _pin_units(problem: Problem) -> list[int]:
+    most = max(problem.grid.shape)
+    if most <= 16:
+        return list(range(1, most + 1))
+    return sorted({max(1, round(most * i / 16)) for i in range(1, 17)})
+
+
+def _partitions(groups: list[str]) -> Iterator[tuple[frozenset[str], ...]]:
+    if not groups:
+        yield ()
+        return
+    first, rest = groups[0], groups[1:]
+    for partition in _partitions(rest):
+        yield (frozenset({first}), *partition)
+        for i, cluster in enumerate(partition):
+            yield (*partition[:i], cluster | {first}, *partition[i + 1 :])

@@ -1,0 +1,209 @@
+"""Exact search over the plans that `_tree` describes, for one choice of pins.
+
+Down-set by down-set: a set of nodes is cut at each of its down-sets, and the best rows for the two parts are joined.
+What shares its devices with something else keeps a Pareto front of (seconds, bytes); what does not keeps its fastest.
+A pipeline is built layer by layer over down-sets, keeping the front of (sum, slowest), so that nested pairs are never
+collapsed into one number. Everything is memoised, and vectorised over device counts.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from m2flow.sched import _table as tables
+from m2flow.sched._pipelines import held_together, pipelines
+from m2flow.sched._problem import Problem, downsets, independent
+from m2flow.sched._table import Block, Table
+
+_FITS = 1.0 + 1e-9
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Groups with several nodes: their units, which of them overlap, and which are offloaded.
+
+    Args:
+        units: By group.
+        clusters: A partition of the groups: devices of two groups of one cluster overlap, else they are disjoint.
+        offloaded: The groups that give their memory back between turns.
+    """
+
+    units: Mapping[str, int]
+    clusters: tuple[frozenset[str], ...] = ()
+    offloaded: frozenset[str] = frozenset()
+
+
+class Search:
+    """The search for one problem, one mode ("" for any) and one choice of pins."""
+
+    def __init__(self, problem: Problem, mode: str, pins: Pins) -> None:
+        self.problem = problem
+        self.grid = problem.grid
+        self._pins = pins
+        self._turns = mode != "spatial"
+        self._splits = mode != "temporal"
+        self.by_shares = mode == "hybrid"
+        self._memo: dict[tuple[str, int, bool, bool, int], Table] = {}
+        self._first = {g: next(i for i, gs in enumerate(problem.groups) if g in gs) for g in pins.units}
+
+    def whole(self) -> Iterator[Table]:
+        """Tables of whole plans on all devices, one for each way to make the first cut, not reduced."""
+        yield from self._ways(self.problem.everything, True, True, 0)
+
+    def _root(self, nodes: int, alone: bool, full: bool, beside: int) -> Table:
+        beside = self.problem.relevant(nodes, beside)
+        key = ("root", nodes, alone, full, beside)
+        if key not in self._memo:
+            self._memo[key] = self._reduce(list(self._ways(nodes, alone, full, beside)), alone)
+        return self._memo[key]
+
+    def _ways(self, nodes: int, alone: bool, full: bool, beside: int) -> Iterator[Table]:
+        problem = self.problem
+        if nodes & (nodes - 1) == 0:
+            leaf = self.leaf(nodes.bit_length() - 1, False, alone, beside)
+            yield leaf.take(leaf.n == self.grid.full) if full else leaf
+            return
+        lowest = nodes & -nodes
+        for part in downsets(nodes, problem.before)[:-1]:
+            rest = nodes ^ part
+            if self._may_turn(part, rest):
+                left, right = self._root(part, False, full, beside), self._root(rest, False, full, beside)
+                yield self._turn(nodes, left, right, part)
+            if not self.may_split(part, rest):
+                continue
+            how = "full" if full else "any"
+            if part & lowest and independent(part, rest, problem.before):
+                left = self._root(part, alone, False, beside | rest)
+                yield self._side("beside", left, self._root(rest, alone, False, beside | part), how, alone)
+            if any(a & part and b & rest for a, b in problem.barriers):
+                left = self._root(part, alone, False, beside)
+                yield self._side("apart", left, self._root(rest, alone, False, beside), how, alone)
+        if self._splits and problem.chunk_counts and problem.pipelined(nodes):
+            yield from pipelines(self, nodes, alone, full, beside)
+
+    def layer(self, nodes: int, alone: bool, beside: int) -> Table:
+        """Ways to run one chunk of some nodes as one layer of a pipeline, for every chunk and device count."""
+        beside = self.problem.relevant(nodes, beside)
+        key = ("layer", nodes, alone, False, beside)
+        if key in self._memo:
+            return self._memo[key]
+        if nodes & (nodes - 1) == 0:
+            found = [self.leaf(nodes.bit_length() - 1, True, alone, beside)]
+        else:
+            found = []
+            lowest = nodes & -nodes
+            for part in downsets(nodes, self.problem.before)[:-1]:
+                rest = nodes ^ part
+                if self._may_turn(part, rest):
+                    left = self.layer(part, False, beside)
+                    found.append(self._turn(nodes, left, self.layer(rest, False, beside), part))
+                if part & lowest and self.may_split(part, rest) and independent(part, rest, self.problem.before):
+                    left = self.layer(part, alone, beside | rest)
+                    found.append(self._side("beside", left, self.layer(rest, alone, beside | part), "any", alone))
+        self._memo[key] = self._reduce(found, alone)
+        return self._memo[key]
+
+    def leaf(self, node: int, chunked: bool, alone: bool, beside: int) -> Table:
+        problem = self.problem
+        rows = problem.leaves(node, chunked, problem.relevant(1 << node, beside), self._pins.units)
+        groups = problem.groups[node]
+        pinned = [g for g in groups if g in self._pins.units]
+        if pinned:
+            options = [all(g in self._pins.offloaded for g in pinned)]
+            options = [o for o in options if rows.can_offload or not o]
+        else:
+            options = [False] if alone or problem.unlimited or not rows.can_offload else [False, True]
+        counted = len(groups) > 1 or not pinned or self._first[pinned[0]] == node
+        found = []
+        for offloaded in options:
+            base = rows.off if offloaded else rows.keep
+            peak = np.maximum(rows.run, base)
+            count = len(rows.n)
+            shares = np.where(rows.batches > 0, 2, 1) if len(groups) > 1 else np.zeros(count, dtype=np.int64)
+            leaf = Table(
+                n=rows.n,
+                seconds=rows.seconds,
+                pending=np.tile(np.array(rows.switch_s if offloaded else (0.0, 0.0)), (count, 1)),
+                base=base if counted else np.zeros_like(base),
+                peak=peak if counted else peak - base,
+                shares=shares.astype(np.int64),
+                block=np.zeros(count, dtype=np.int64),
+                child=np.stack([np.arange(count), np.full(count, int(offloaded))], axis=1),
+                blocks=(Block("leaf", (), node, rows),),
+            )
+            allowed = (leaf.peak <= _FITS).all(axis=1) & np.isfinite(leaf.seconds)
+            if not self._turns:
+                allowed &= leaf.shares & 1 == 0
+            if not self._splits:
+                allowed &= leaf.shares & 2 == 0
+            found.append(leaf if allowed.all() else leaf.take(allowed))
+        return self._reduce(found, alone)
+
+    def _may_turn(self, part: int, rest: int) -> bool:
+        return self._turns or not self._sharing(part, rest)
+
+    def _sharing(self, part: int, rest: int) -> int:
+        """1 if turns of the two sets make different groups share a device."""
+        left, right = self.problem.groups_of(part), self.problem.groups_of(rest)
+        light = self.problem.light
+        return int(not (left - light <= right - light or right - light <= left - light))
+
+    def may_split(self, part: int, rest: int) -> bool:
+        if not self._splits:
+            return False
+        left, right = self.problem.groups_of(part), self.problem.groups_of(rest)
+        return not left & right and not any(left & c and right & c for c in self._pins.clusters)
+
+    def _turn(self, nodes: int, left: Table, right: Table, part: int) -> Table:
+        a, b = tables.pairs(left, right, self.grid, "same")
+        peak = np.maximum(left.peak[a] + right.base[b], right.peak[b] + left.base[a])
+        joined = Table(
+            n=left.n[a],
+            seconds=left.seconds[a] + left.pending[a].sum(axis=1) + right.seconds[b] + right.pending[b].sum(axis=1),
+            pending=np.zeros((len(a), 2)),
+            base=left.base[a] + right.base[b],
+            peak=peak,
+            shares=left.shares[a] | right.shares[b] | self._sharing(part, nodes ^ part),
+            block=np.zeros(len(a), dtype=np.int64),
+            child=np.stack([a, b], axis=1),
+            blocks=(Block("turns", (left, right)),),
+        )
+        fits: NDArray[np.bool_] = np.asarray((peak <= _FITS).all(axis=1))
+        if self._pins.clusters:
+            fits &= self.grid.vectors[joined.n % self.grid.size].sum(axis=1) >= self._needed(nodes)
+        return joined if bool(fits.all()) else joined.take(fits)
+
+    def _needed(self, nodes: int) -> int:
+        """Units that the pinned groups of these nodes take, clusters being disjoint."""
+        present = self.problem.groups_of(nodes)
+        held = [max((self._pins.units[g] for g in c & present), default=0) for c in self._pins.clusters]
+        return sum(held)
+
+    def _side(self, op: str, left: Table, right: Table, how: str, alone: bool) -> Table:
+        a, b = tables.pairs(left, right, self.grid, how)
+        seconds = left.seconds[a], right.seconds[b]
+        pending, base, peak = held_together(left, a, right, b, alone, chained=op == "apart")
+        return Table(
+            n=left.n[a] + right.n[b] - self.grid.base(left.n[a]),
+            seconds=np.maximum(*seconds) if op == "beside" else seconds[0] + seconds[1],
+            pending=pending,
+            base=base,
+            peak=peak,
+            shares=left.shares[a] | right.shares[b] | 2,
+            block=np.zeros(len(a), dtype=np.int64),
+            child=np.stack([a, b], axis=1),
+            blocks=(Block(op, (left, right)),),
+        )
+
+    def _reduce(self, found: list[Table], alone: bool) -> Table:
+        stripped = [replace(t, total=None, slowest=None, head=None, busy=None) for t in found]
+        joined = tables.concat(stripped, self.problem.kinds)
+        if len(found) == 1 and found[0].blocks and found[0].blocks[0].op == "leaf" and _once(joined):
+            return joined
+        return tables.fastest(joined, self.by_shares) if alone else tables.pareto(joined, self.by_shares)
+
+
+def _once(table: Table) -> bool:
+    return bool((np.diff(table.n) > 0).all())

@@ -1,0 +1,226 @@
+"""A workflow graph reduced to what costs device time: nodes and the edges between them.
+
+Stages that cost nothing (sources, gathers, maps) are walked through; a stage cycle closed by feedback becomes one
+node; a barrier, or `after`, between two nodes marks their edge, so that no pipeline crosses it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from m2flow.proto.flow.v1 import flow_pb2
+from m2flow.sched.errors import InputError
+
+_PASSIVE = {
+    flow_pb2.STAGE_KIND_SOURCE,
+    flow_pb2.STAGE_KIND_MAP,
+    flow_pb2.STAGE_KIND_FILTER,
+    flow_pb2.STAGE_KIND_GATHER,
+    flow_pb2.STAGE_KIND_BARRIER,
+    flow_pb2.STAGE_KIND_SINK,
+    flow_pb2.STAGE_KIND_MERGE,
+}
+
+
+@dataclass(frozen=True)
+class Node:
+    """One stage, or one cycle of stages, that occupies devices.
+
+    Args:
+        name: The stages' names joined by "+".
+        stages: In graph order.
+        groups: The distinct groups of the stages, in graph order.
+        rounds: Times that an item goes round; 1 for a node that is no cycle.
+        cyclic: Whether a feedback stream closes it.
+    """
+
+    name: str
+    stages: tuple[str, ...]
+    groups: tuple[str, ...]
+    rounds: float
+    cyclic: bool
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Items move from one node to another; `via` are the passive stages passed on the way."""
+
+    producer: int
+    consumer: int
+    stage: str
+    barrier: bool
+    item_bytes: float
+    via: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Workflow:
+    """The reduced graph. `volumes` are items of each stage's input in one iteration."""
+
+    graph: flow_pb2.WorkflowGraph
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    volumes: Mapping[str, float]
+    publishes: tuple[flow_pb2.Stage, ...]
+
+    @property
+    def groups(self) -> dict[str, flow_pb2.WorkerGroup]:
+        return {g.name: g for g in self.graph.groups}
+
+    def node_of(self, stage: str) -> int:
+        return next(i for i, node in enumerate(self.nodes) if stage in node.stages)
+
+
+def reduce_graph(graph: flow_pb2.WorkflowGraph) -> Workflow:
+    """Returns the nodes that cost device time, in a topological order of the graph.
+
+    Raises:
+        InputError: a stage names a group, a producer or a consumer that is not there; a cycle has no feedback stream;
+            nothing in the graph costs device time.
+    """
+    _check(graph)
+    volumes = stage_volumes(graph)
+    worked = [s.name for s in graph.stages if s.kind not in _PASSIVE and s.kind != flow_pb2.STAGE_KIND_PUBLISH]
+    worked += [s.name for s in graph.stages if s.kind in _PASSIVE and s.group]
+    if not worked:
+        raise InputError(f"workflow {graph.name!r} has no work stage, want one or more: trace a stage of a group")
+    links = _links(graph, set(worked))
+    order = {s.name: i for i, s in enumerate(graph.stages)}
+    components = _components(sorted(worked, key=order.__getitem__), links)
+    nodes = tuple(_node(graph, stages, links) for stages in components)
+    index = {stage: i for i, node in enumerate(nodes) for stage in node.stages}
+    edges: dict[tuple[int, int, str], Edge] = {}
+    for link in links:
+        ends = index[link.producer], index[link.consumer]
+        if ends[0] != ends[1]:
+            edge = Edge(*ends, link.consumer, link.barrier, link.item_bytes, link.via)
+            known = edges.get((*ends, link.consumer))
+            edges[(*ends, link.consumer)] = edge if known is None or edge.barrier else known
+    publishes = tuple(s for s in graph.stages if s.kind == flow_pb2.STAGE_KIND_PUBLISH)
+    return Workflow(graph, nodes, tuple(edges.values()), volumes, publishes)
+
+
+def stage_volumes(graph: flow_pb2.WorkflowGraph) -> dict[str, float]:
+    """Items that enter each stage in one iteration; a merge adds its inputs, a join has the largest."""
+    volumes: dict[str, float] = {}
+    stages = {s.name: s for s in graph.stages}
+    producers: dict[str, list[str]] = {name: [] for name in stages}
+    for stream in graph.streams:
+        if not stream.feedback:
+            producers[stream.consumer].append(stream.producer)
+    for name in _topological(stages, producers):
+        sources = [volumes[p] * (stages[p].expansion or 1.0) for p in producers[name]]
+        adds = stages[name].kind == flow_pb2.STAGE_KIND_MERGE
+        volumes[name] = (sum(sources) if adds else max(sources)) if sources else float(max(graph.source_items, 1))
+    return volumes
+
+
+@dataclass(frozen=True)
+class _Link:
+    producer: str
+    consumer: str
+    barrier: bool
+    item_bytes: float
+    feedback: bool
+    rounds: float
+    via: tuple[str, ...]
+
+
+def _check(graph: flow_pb2.WorkflowGraph) -> None:
+    names = [s.name for s in graph.stages]
+    if len(set(names)) != len(names):
+        twice = sorted({n for n in names if names.count(n) > 1})
+        raise InputError(f"workflow {graph.name!r} names {twice} more than once, want unique stage names: rename one")
+    groups = {g.name for g in graph.groups}
+    for stage in graph.stages:
+        if stage.kind not in _PASSIVE and stage.group not in groups:
+            raise InputError(
+                f"stage {stage.name!r} runs on group {stage.group!r}, want one of {sorted(groups)}: list it"
+            )
+        for other in stage.after:
+            if other not in names:
+                raise InputError(f"stage {stage.name!r} comes after {other!r}, want a stage of {names}: name one")
+    for stream in graph.streams:
+        for end in (stream.producer, stream.consumer):
+            if end not in names:
+                raise InputError(f"a stream joins {end!r}, want a stage of {names}: add the stage or fix the name")
+
+
+def _topological(stages: Iterable[str], producers: Mapping[str, list[str]]) -> list[str]:
+    done: list[str] = []
+    left = list(stages)
+    while left:
+        ready = [s for s in left if all(p in done for p in producers[s])]
+        if not ready:
+            raise InputError(f"stages {left} form a cycle, want a feedback stream in it: mark the one that closes it")
+        done += ready
+        left = [s for s in left if s not in ready]
+    return done
+
+
+def _links(graph: flow_pb2.WorkflowGraph, worked: set[str]) -> list[_Link]:
+    """Every way from one worked stage to the next, through passive stages."""
+    kinds = {s.name: s.kind for s in graph.stages}
+    outgoing: dict[str, list[flow_pb2.Stream]] = {name: [] for name in kinds}
+    for stream in graph.streams:
+        outgoing[stream.producer].append(stream)
+    links: list[_Link] = []
+    for start in sorted(worked):
+        seen: set[tuple[str, bool, bool]] = set()
+        walk = [_Link(start, start, False, 0.0, False, 0.0, ())]
+        while walk:
+            here = walk.pop()
+            for stream in outgoing[here.consumer]:
+                barrier = here.barrier or kinds[stream.consumer] == flow_pb2.STAGE_KIND_BARRIER
+                feedback, rounds = here.feedback or stream.feedback, max(here.rounds, stream.rounds)
+                size = stream.item_bytes or here.item_bytes
+                via = here.via if stream.consumer in worked else (*here.via, stream.consumer)
+                link = _Link(start, stream.consumer, barrier, size, feedback, rounds, via)
+                if stream.consumer in worked:
+                    links.append(link)
+                elif (stream.consumer, barrier, feedback) not in seen:
+                    seen.add((stream.consumer, barrier, feedback))
+                    walk.append(link)
+    return links + _after_links(graph, worked)
+
+
+def _after_links(graph: flow_pb2.WorkflowGraph, worked: set[str]) -> list[_Link]:
+    after = {s.name: list(s.after) for s in graph.stages}
+    links = []
+    for name in sorted(worked):
+        pending, seen = list(after[name]), set()
+        while pending:
+            other = pending.pop()
+            if other in worked:
+                links.append(_Link(other, name, True, 0.0, False, 0.0, ()))
+            elif other not in seen:  # a publish, say: what it waits for is waited for
+                seen.add(other)
+                pending += after[other]
+    return links
+
+
+def _components(worked: list[str], links: list[_Link]) -> list[list[str]]:
+    """Strongly connected components in a topological order, ties by graph order."""
+    reach = {s: {s} for s in worked}
+    for _ in worked:
+        for link in links:
+            reach[link.producer] |= reach[link.consumer]
+    groups: list[list[str]] = []
+    for stage in worked:
+        home = next((g for g in groups if g[0] in reach[stage] and stage in reach[g[0]]), None)
+        if home is None:
+            groups.append([stage])
+        else:
+            home.append(stage)
+    before = {i: {j for j, g in enumerate(groups) if j != i and h[0] in reach[g[0]]} for i, h in enumerate(groups)}
+    order: list[int] = []
+    while len(order) < len(groups):
+        order.append(next(i for i in range(len(groups)) if i not in order and before[i] <= set(order)))
+    return [groups[i] for i in order]
+
+
+def _node(graph: flow_pb2.WorkflowGraph, stages: list[str], links: list[_Link]) -> Node:
+    inside = [link for link in links if link.producer in stages and link.consumer in stages]
+    rounds = max((link.rounds for link in inside if link.feedback), default=0.0) or 1.0
+    group_of = {s.name: s.group for s in graph.stages}
+    groups = tuple(dict.fromkeys(group_of[s] for s in stages))
+    return Node("+".join(stages), tuple(stages), groups, rounds, bool(inside))

@@ -1,0 +1,193 @@
+"""Profiles over time: measured spans folded in, runs merged, and what no longer holds dropped."""
+
+from collections.abc import Iterable, Mapping
+from statistics import median
+
+from m2flow.proto.flow.v1 import flow_pb2
+from m2flow.proto.sched.v1 import sched_pb2
+from m2flow.sched.errors import InputError
+
+_KEPT = 256  # samples of one stage: the latest
+_SIDE_BY_SIDE = 0.5  # of a stage's busy time that another must overlap to have been its neighbour
+
+
+def fold_spans(
+    profile: sched_pb2.Profile,
+    timeline: flow_pb2.Timeline,
+    graph: flow_pb2.WorkflowGraph,
+    plan: flow_pb2.ExecutionPlan,
+) -> sched_pb2.Profile:
+    """Returns the profile with what a run's spans measured; the argument is left as it is.
+
+    Each stage and iteration gives one sample: its group's devices, the items (tokens) of one call of the whole group,
+    the busy seconds of its slowest rank in one call, and its highest peak. Items of a rank are what its span counts, so
+    a call of the group is the ranks' calls side by side. A stage whose busy time is overlapped by half or more with
+    another group's on other devices was measured beside it. Onload and offload become switch costs, a publish stage's
+    busy time a sync cost: the median of the iterations in the timeline.
+
+    Raises:
+        InputError: a span names a stage that the graph does not have.
+    """
+    folded = sched_pb2.Profile()
+    folded.CopyFrom(profile)
+    stages = {s.name: s for s in graph.stages}
+    devices = {g.group: len(g.device_ids) for g in plan.groups}
+    busy: dict[tuple[str, int], list[flow_pb2.Span]] = {}
+    moves: dict[tuple[str, int], list[flow_pb2.Span]] = {}
+    for span in timeline.spans:
+        if span.stage not in stages and span.kind == flow_pb2.SPAN_KIND_BUSY:
+            raise InputError(f"a span names stage {span.stage!r}, want one of {sorted(stages)}: fold it with its graph")
+        if span.kind == flow_pb2.SPAN_KIND_BUSY:
+            busy.setdefault((span.stage, span.iteration), []).append(span)
+        elif span.kind in (flow_pb2.SPAN_KIND_ONLOAD, flow_pb2.SPAN_KIND_OFFLOAD):
+            moves.setdefault((span.group, span.kind), []).append(span)
+    syncs: dict[str, list[float]] = {}
+    for (stage, iteration), spans in sorted(busy.items(), key=lambda b: (b[0][1], b[0][0])):
+        if stages[stage].kind == flow_pb2.STAGE_KIND_PUBLISH:
+            syncs.setdefault(stage, []).append(max(s.end_ns - s.start_ns for s in spans) / 1e9)
+            continue
+        sample = _sample(stage, spans, devices.get(stages[stage].group, 0) or 1)
+        if sample is not None:
+            sample.beside.extend(_neighbours(stage, iteration, busy, stages, plan))
+            folded.samples.append(sample)
+    for stage, seconds in syncs.items():
+        _set_sync(folded, stages[stage].group, stages[stage].to, median(seconds))
+    for (group, kind), spans in moves.items():
+        _set_switch(folded, group, kind, spans)
+    _trim(folded)
+    return folded
+
+
+def merge(profiles: Iterable[sched_pb2.Profile]) -> sched_pb2.Profile:
+    """Returns one profile of several runs, older first: samples add up, the latest switch, sync and curve hold.
+
+    Raises:
+        InputError: they are of different models, hardware or versions, or there are none.
+    """
+    merged: sched_pb2.Profile | None = None
+    for profile in profiles:
+        if merged is None:
+            merged = sched_pb2.Profile()
+            merged.CopyFrom(profile)
+            continue
+        if not usable(profile, model=merged.model, hardware=merged.hardware, version=merged.version):
+            raise InputError(
+                f"merge: a profile of {_identity(profile)}, want {_identity(merged)}: merge only runs of one model, "
+                "hardware and version"
+            )
+        merged.samples.extend(profile.samples)
+        _replace(merged.switches, profile.switches, ("group",))
+        _replace(merged.syncs, profile.syncs, ("source", "target"))
+        _replace(merged.curves, profile.curves, ("stage",))
+        _replace(merged.models, profile.models, ("stage",))
+        merged.transfer_latency_s = profile.transfer_latency_s or merged.transfer_latency_s
+        merged.transfer_bytes_per_s = profile.transfer_bytes_per_s or merged.transfer_bytes_per_s
+    if merged is None:
+        raise InputError("merge: no profiles, want one or more: give the profiles of earlier runs")
+    _trim(merged)
+    return merged
+
+
+def usable(profile: sched_pb2.Profile, *, model: str, hardware: str, version: str) -> bool:
+    """Whether a stored profile was measured on this model, hardware and version; one of another is not used."""
+    return (profile.model, profile.hardware, profile.version) == (model, hardware, version)
+
+
+def _identity(profile: sched_pb2.Profile) -> str:
+    return f"model {profile.model!r} on {profile.hardware!r}, version {profile.version!r}"
+
+
+def _sample(stage: str, spans: list[flow_pb2.Span], devices: int) -> sched_pb2.Sample | None:
+    items, tokens = sum(s.items for s in spans), sum(s.tokens for s in spans)
+    ranks: dict[int, list[flow_pb2.Span]] = {}
+    for span in spans:
+        ranks.setdefault(span.rank, []).append(span)
+    calls = max(len(r) for r in ranks.values())
+    seconds = max(sum(s.end_ns - s.start_ns for s in r) for r in ranks.values()) / 1e9
+    if not items or not seconds:
+        return None
+    peak = max(s.peak_bytes for s in spans)
+    return sched_pb2.Sample(
+        stage=stage,
+        devices=devices,
+        items=items / calls,
+        tokens=tokens / calls,
+        seconds=seconds / calls,
+        peak_bytes=peak,
+    )
+
+
+def _neighbours(
+    stage: str,
+    iteration: int,
+    busy: Mapping[tuple[str, int], list[flow_pb2.Span]],
+    stages: Mapping[str, flow_pb2.Stage],
+    plan: flow_pb2.ExecutionPlan,
+) -> list[str]:
+    ids = {g.group: set(g.device_ids) for g in plan.groups}
+    mine = ids.get(stages[stage].group, set())
+    spans = busy[stage, iteration]
+    total = sum(s.end_ns - s.start_ns for s in spans)
+    found = []
+    for (other, when), theirs in busy.items():
+        devices = ids.get(stages[other].group, set())
+        if other == stage or when != iteration or not mine or not devices or mine & devices:
+            continue
+        if _overlap(spans, theirs) >= _SIDE_BY_SIDE * total:
+            found.append(other)
+    return sorted(found)
+
+
+def _overlap(spans: list[flow_pb2.Span], others: list[flow_pb2.Span]) -> int:
+    """Nanoseconds of `spans` during which one or more of `others` ran."""
+    union: list[list[int]] = []
+    for start, end in sorted((o.start_ns, o.end_ns) for o in others):
+        if union and start <= union[-1][1]:
+            union[-1][1] = max(union[-1][1], end)
+        else:
+            union.append([start, end])
+    return sum(max(0, min(s.end_ns, end) - max(s.start_ns, start)) for s in spans for start, end in union)
+
+
+def _set_sync(profile: sched_pb2.Profile, source: str, target: str, seconds: float) -> None:
+    for known in profile.syncs:
+        if (known.source, known.target) == (source, target):
+            known.seconds = seconds
+            return
+    profile.syncs.add(source=source, target=target, seconds=seconds)
+
+
+def _set_switch(profile: sched_pb2.Profile, group: str, kind: int, spans: list[flow_pb2.Span]) -> None:
+    known = next((s for s in profile.switches if s.group == group), None)
+    if known is None:
+        known = profile.switches.add(group=group)
+    seconds = median((s.end_ns - s.start_ns) / 1e9 for s in spans)
+    if kind == flow_pb2.SPAN_KIND_ONLOAD:
+        known.onload_s = seconds
+    else:
+        known.offload_s = seconds
+
+
+def _replace(merged: object, added: Iterable[object], keys: tuple[str, ...]) -> None:
+    """Puts each of `added` in the place of the entry with equal keys, or at the end."""
+    for entry in added:
+        identity = tuple(getattr(entry, k) for k in keys)
+        for known in merged:  # type: ignore[attr-defined]
+            if tuple(getattr(known, k) for k in keys) == identity:
+                known.CopyFrom(entry)
+                break
+        else:
+            merged.add().CopyFrom(entry)  # type: ignore[attr-defined]
+
+
+def _trim(profile: sched_pb2.Profile) -> None:
+    """Keeps the latest samples of each stage, in order."""
+    count: dict[str, int] = {}
+    kept = []
+    for sample in reversed(profile.samples):
+        count[sample.stage] = count.get(sample.stage, 0) + 1
+        if count[sample.stage] <= _KEPT:
+            kept.append(sample)
+    if len(kept) < len(profile.samples):
+        del profile.samples[:]
+        profile.samples.extend(reversed(kept))

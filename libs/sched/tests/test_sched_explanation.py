@@ -1,0 +1,61 @@
+"""What is said about a plan, and that what is said is true."""
+
+import re
+from collections.abc import Callable
+
+from m2flow.proto.sched.v1 import sched_pb2
+from m2flow.sched import compare, explain, plan
+
+Make = Callable[..., sched_pb2.PlanRequest]
+GIB = 2.0**30
+
+
+def test_the_explanation_names_plan_runners_up_and_devices(make_request: Make) -> None:
+    answer = explain(sched_pb2.ExplainRequest(request=make_request(8)))
+    best = answer.response.plans[0]
+    assert answer.text.startswith(f"Temporal: {best.shape}, {best.simulated_s:.4g} s")
+    for words in (
+        "Runner-up: ",
+        "Best spatial: ",
+        "Best hybrid: ",
+        "Binding: ",
+        "With 1 cuda device more: ",
+        "fewer: ",
+    ):
+        assert words in answer.text
+
+
+def test_what_one_device_more_brings_is_what_planning_with_it_gives(make_request: Make) -> None:
+    text = explain(make_request(8)).text
+    seconds = plan(make_request(9)).lower_bound_s
+    assert f"With 1 cuda device more: {seconds:.4g} s" in text
+
+
+def test_memory_binds_where_it_makes_groups_switch(make_request: Make) -> None:
+    answer = explain(make_request(8, memory_bytes=80 * GIB, resident_bytes=50 * GIB))
+    assert answer.binding_constraint.startswith("memory twice as large would save")
+
+
+def test_a_sensitivity_is_where_the_choice_flips(make_request: Make) -> None:
+    request = make_request(8, memory_bytes=80 * GIB, resident_bytes=35 * GIB)
+    before = min(plan(request).plans, key=lambda p: p.searched_s)
+    found = next(s for s in explain(request).sensitivities if s.what.endswith(" seconds") and s.factor < 1)
+    for factor, same in ((found.factor * 0.97, False), (found.factor * 1.15, True)):
+        changed = sched_pb2.PlanRequest()
+        changed.CopyFrom(request)
+        for sample in changed.profile.samples:
+            if sample.stage == found.what.removesuffix(" seconds"):
+                sample.seconds *= factor
+        after = min(plan(changed).plans, key=lambda p: p.searched_s)
+        assert (_kind(after) == _kind(before)) is same
+
+
+def _kind(ranked: sched_pb2.RankedPlan) -> str:
+    return ranked.plan.mode + re.sub(r" x\d+", "", ranked.shape)
+
+
+def test_comparing_names_the_ratio_and_who_moved(make_request: Make) -> None:
+    answer = compare(sched_pb2.CompareRequest(left=make_request(4), right=make_request(8)))
+    ratio = answer.left.plans[0].simulated_s / answer.right.plans[0].simulated_s
+    assert f"The right one is {ratio:.3g} times as fast." in answer.text
+    assert "rollout: 4 -> 8 devices" in answer.text

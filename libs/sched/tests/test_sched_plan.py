@@ -1,0 +1,139 @@
+"""Plans of a small workflow: modes, placement, granularity, memory, and what is said when nothing fits."""
+
+from collections.abc import Callable
+
+import pytest
+
+from m2flow.proto.flow.v1 import flow_pb2
+from m2flow.proto.sched.v1 import sched_pb2
+from m2flow.sched import InfeasibleError, InputError, best_plan, plan
+
+Make = Callable[..., sched_pb2.PlanRequest]
+GIB = 2.0**30
+GROUPS = ("rollout", "reward", "actor")
+
+
+def test_two_slots_take_turns(make_request: Make) -> None:
+    """0.5 + 0.3*32 + 0.25 + 1 + 0.3*32 + 0.4 s, and two messages of 2 ms."""
+    answer = plan(make_request(2, kind="cpu"))
+    best = answer.plans[0]
+    assert best.plan.mode == "temporal"
+    assert best.searched_s == pytest.approx(10.1 + 0.25 + 10.6 + 0.4 + 0.004, rel=1e-6)
+    assert {g.group: tuple(g.device_ids) for g in best.plan.groups} == dict.fromkeys(GROUPS, (0, 1))
+    assert [(s.stage, s.granularity, s.hold) for s in best.plan.stages] == [
+        ("rollout.generate", 64, True),
+        ("reward.score", 512, True),
+        ("actor.train", 64, True),
+        ("publish", 1, False),
+    ]
+    assert [list(s.groups) for s in best.plan.share_groups] == [["rollout", "reward", "actor"]]
+    assert answer.exact
+    assert answer.lower_bound_s == pytest.approx(best.searched_s)
+
+
+def test_spatial_on_two_slots_lets_the_light_group_share(make_request: Make) -> None:
+    best = plan(make_request(2, kind="cpu", mode="spatial")).plans[0].plan
+    ids = {g.group: set(g.device_ids) for g in best.groups}
+    assert best.mode == "spatial"
+    assert not ids["rollout"] & ids["actor"]
+    chunk = {s.stage: s.granularity for s in best.stages}
+    assert chunk["reward.score"] == 8 * chunk["rollout.generate"]
+    assert chunk["actor.train"] == chunk["rollout.generate"] < 64
+
+
+@pytest.mark.parametrize("mode", ["temporal", "spatial", "hybrid"])
+def test_a_mode_gives_only_its_plans(make_request: Make, mode: str) -> None:
+    answer = plan(make_request(8, mode=mode))
+    assert {p.plan.mode for p in answer.plans} == {mode}
+    for ranked in answer.plans:
+        ids = [set(g.device_ids) for g in ranked.plan.groups]
+        shared = any(a & b for i, a in enumerate(ids) for b in ids[:i])
+        apart = any(not a & b for i, a in enumerate(ids) for b in ids[:i])
+        assert shared == (mode != "spatial")
+        assert apart == (mode != "temporal")
+
+
+def test_plans_are_ranked_by_simulation_and_differ(make_request: Make) -> None:
+    answer = plan(make_request(8))
+    seconds = [p.simulated_s for p in answer.plans]
+    assert seconds == sorted(seconds)
+    assert len({(p.shape, p.plan.staleness) for p in answer.plans}) == len(answer.plans) > 5
+
+
+def test_planning_twice_gives_the_same_answer(make_request: Make) -> None:
+    first, second = plan(make_request(8)), plan(make_request(8))
+    assert list(first.plans) == list(second.plans)
+
+
+def test_memory_makes_groups_offload_and_costs_their_switching(make_request: Make) -> None:
+    free = plan(make_request(8, mode="temporal")).plans[0]
+    tight = plan(make_request(8, mode="temporal", memory_bytes=80 * GIB, resident_bytes=50 * GIB)).plans[0]
+    assert all(g.residency == flow_pb2.RESIDENCY_OFFLOADED for g in tight.plan.groups)
+    assert tight.searched_s == pytest.approx(free.searched_s + 3 * 0.5)
+    assert tight.peak_bytes == pytest.approx((50 + 2 * 2.5) * GIB)
+
+
+def test_no_switching_where_memory_suffices(make_request: Make) -> None:
+    best = plan(make_request(8, mode="temporal", memory_bytes=80 * GIB, resident_bytes=20 * GIB)).plans[0]
+    assert all(g.residency == flow_pb2.RESIDENCY_RESIDENT for g in best.plan.groups)
+
+
+def test_nothing_fits_says_what_is_missing_and_what_would_help(make_request: Make) -> None:
+    request = make_request(8, mode="temporal", memory_bytes=80 * GIB, resident_bytes=50 * GIB, can_offload=False)
+    answer = plan(request)
+    assert not answer.plans
+    assert "GiB are missing" in answer.infeasible
+    assert "allow any mode" in answer.infeasible
+    with pytest.raises(InfeasibleError, match="are missing"):
+        best_plan(request)
+
+
+def test_too_few_devices_is_said_with_the_number(make_request: Make) -> None:
+    request = make_request(2)
+    request.workflow.groups[2].min_devices = 8
+    assert "needs 8 devices of kind 'cuda', there are 2, 6 are missing" in plan(request).infeasible
+    assert "4 times the devices" in plan(request).infeasible
+
+
+def test_an_empty_profile_still_gives_a_plan_and_says_so(make_request: Make) -> None:
+    request = make_request(2, kind="cpu", mode="temporal")
+    request.profile.Clear()
+    answer = plan(request)
+    assert answer.plans[0].plan.mode == "temporal"
+    assert any("assumed" in note for note in answer.notes)
+
+
+def test_ranks_are_whole(make_request: Make) -> None:
+    request = make_request(12)
+    request.workflow.groups[0].devices_per_rank = 4
+    for ranked in plan(request).plans:
+        rollout = ranked.plan.groups[0]
+        assert len(rollout.device_ids) == 4 * rollout.num_ranks
+
+
+def test_a_barrier_forbids_a_pipeline_across_it(make_request: Make) -> None:
+    request = make_request(8, mode="spatial")
+    request.workflow.stages[4].kind = flow_pb2.STAGE_KIND_BARRIER
+    best = plan(request).plans[0]
+    assert best.shape.endswith("/ actor.train)")
+    assert next(s for s in best.plan.stages if s.stage == "actor.train").granularity == 64
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: setattr(r, "mode", "fast"), "mode 'fast'"),
+        (lambda r: r.cluster.Clear(), "no devices"),
+        (lambda r: r.workflow.streams.add(producer="x", consumer="y"), "a stream joins 'x'"),
+        (lambda r: setattr(r.workflow.stages[1], "group", "nobody"), "runs on group 'nobody'"),
+        (lambda r: setattr(r.workflow.groups[0], "device_kind", "robot"), "kind 'robot'"),
+        (lambda r: r.workflow.streams.add(producer="actor.train", consumer="rollout.generate"), "form a cycle"),
+    ],
+)
+def test_contradictions_are_named(
+    make_request: Make, change: Callable[[sched_pb2.PlanRequest], None], message: str
+) -> None:
+    request = make_request(2)
+    change(request)
+    with pytest.raises(InputError, match=message):
+        plan(request)

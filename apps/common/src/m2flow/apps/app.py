@@ -1,0 +1,66 @@
+"""What an app hands to the command line and to the driver: its settings, its recipe, its data. Nothing in it runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from m2flow.apps.config import TrainingConfig
+from m2flow.flow.tracing import Program
+from m2flow.worker import GroupSpec, Item, WorkerGroup
+
+__all__ = ["App", "Job", "StepOutcome"]
+
+C = TypeVar("C", bound=TrainingConfig)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one iteration came to: numbers by verl's names, and some rollouts to look at.
+
+    `metrics` has at least critic/score/mean, response_length/mean and tokens (all tokens of the iteration).
+    """
+
+    metrics: Mapping[str, float]
+    samples: Sequence[Mapping[str, object]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run, ready to be planned.
+
+    `program` is the macro flow, `groups` the specifications that it is called with, `expansions` the items that a
+    stage gives for one that it takes. `items(step)` are the source items of a step, counted from 1: the same for the
+    same step, whenever asked. `measure` turns what reached the sink into numbers. `evaluate(groups, step)` asks
+    running groups how good they are on held-out problems, by name: "eval/greedy_accuracy"; it needs those in
+    `evaluated_groups`. `trainer` is the group that holds the state: it has save_checkpoint(directory).
+    """
+
+    program: Program
+    groups: Mapping[str, GroupSpec]
+    expansions: Mapping[str, float]
+    items: Callable[[int], Sequence[Item]]
+    measure: Callable[[Sequence[Item]], StepOutcome]
+    evaluate: Callable[[Mapping[str, WorkerGroup], int], Mapping[str, float]]
+    evaluated_groups: tuple[str, ...] = ("rollout",)
+    trainer: str = "actor"
+
+
+@dataclass(frozen=True)
+class App(Generic[C]):
+    """One application.
+
+    `recipes` are the shipped YAML files by name, `default_profile` the profile that `plan` reads unless told.
+    `problems(config)` finds what is wrong with the app's own settings and starts nothing. `prepare(config)` returns
+    the model's directory, made if need be. `build(config, weights, resume)` returns the job over the model in
+    `weights`; where `resume` is a checkpoint, its trainer goes on from it.
+    """
+
+    name: str
+    config_class: type[C]
+    recipes: Mapping[str, Path]
+    default_recipe: str
+    default_profile: Path
+    problems: Callable[[C], list[str]]
+    prepare: Callable[[C], Path]
+    build: Callable[[C, Path, Path | None], Job]

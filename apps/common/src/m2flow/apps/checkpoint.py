@@ -1,0 +1,73 @@
+"""Checkpoints: a directory that `transformers` loads with `from_pretrained`, plus what a run needs to go on.
+
+A synchronous run draws its data and its sampling noise from (seed, step, position) alone, so that its data position
+and random state are these numbers; what is heavy (weights, optimiser) is written by the trainer itself.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from m2flow.apps.atomic import new_directory
+from m2flow.apps.errors import CheckpointError
+from m2flow.apps.identity import package_version
+
+__all__ = ["FORMAT", "ResumeState", "latest_checkpoint", "read_resume_state", "write_checkpoint"]
+
+FORMAT = 1
+_STATE = "resume.json"
+
+
+@dataclass(frozen=True)
+class ResumeState:
+    """What goes on where it stopped. `step` steps are done; step `step` + 1 is next."""
+
+    step: int
+    seed: int
+    prompts_drawn: int
+    policy_version: int
+    package_version: str = field(default_factory=package_version)
+    format: int = FORMAT
+
+
+def write_checkpoint(root: Path, state: ResumeState, write: Callable[[Path], object], *, keep: int) -> Path:
+    """Returns <root>/step_N, which holds what `write` put in the directory given to it, and the resume state.
+
+    The directory appears complete or not at all; older ones beyond the newest `keep` are removed after that. Blocks
+    until it is on disk. Raises RunDirectoryError when it cannot be written.
+    """
+    path = root / f"step_{state.step}"
+    with new_directory(path) as temporary:
+        write(temporary)
+        (temporary / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
+    for old in _complete(root)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def latest_checkpoint(root: Path) -> Path | None:
+    """Returns the newest complete checkpoint under `root`, or None."""
+    complete = _complete(root)
+    return complete[-1] if complete else None
+
+
+def read_resume_state(path: Path) -> ResumeState:
+    """Returns the state in a checkpoint. Raises CheckpointError when it is missing or of another format."""
+    try:
+        fields = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: no readable {_STATE} ({error}): name a complete step_N directory") from None
+    if fields.get("format") != FORMAT:
+        got = fields.get("format")
+        raise CheckpointError(f"{path}: got format {got}, want {FORMAT}: use the m2flow-apps that wrote it")
+    try:
+        return ResumeState(**fields)
+    except TypeError as error:
+        raise CheckpointError(f"{path}: {_STATE} does not fit ({error}): use the m2flow-apps that wrote it") from None
+
+
+def _complete(root: Path) -> list[Path]:
+    steps = [path for path in root.glob("step_*") if (path / _STATE).is_file()]
+    return sorted(steps, key=lambda path: int(path.name.removeprefix("step_")))

@@ -1,0 +1,199 @@
+"""What each command does: from the words on the command line to a run, a plan, or a list of problems."""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+from m2flow import sched
+from m2flow.apps.app import App
+from m2flow.apps.atomic import replace_file
+from m2flow.apps.batch import derived_numbers
+from m2flow.apps.check import collect, memory_problems, model_problems, run_problems, space_problems
+from m2flow.apps.config import TrainingConfig
+from m2flow.apps.errors import CheckFailed
+from m2flow.apps.identity import hardware, package_version
+from m2flow.apps.planning import (
+    AutoPlanning,
+    FixedPlanning,
+    Planning,
+    cluster_spec,
+    fixed_plan,
+    plan_json,
+    with_whole_ranks,
+)
+from m2flow.apps.progress import Progress
+from m2flow.apps.report import write_report
+from m2flow.apps.run_directory import RunDirectory
+from m2flow.apps.settings import find_checkpoint, newest_checkpoint, read_message, refuse_idle_resume, resolve_config
+from m2flow.apps.training import Driver, local_cluster, traced
+from m2flow.apps.yaml_tree import dump_yaml
+from m2flow.flow import Graph
+from m2flow.proto.sched.v1 import sched_pb2
+from m2flow.worker import Cluster, launch_run, parse_placement
+
+__all__ = ["check", "evaluate", "plan", "report", "show_config", "train"]
+
+C = TypeVar("C", bound=TrainingConfig)
+
+
+def train(app: App[C], arguments: argparse.Namespace) -> int:
+    """Trains from the first step."""
+    config = resolve_config(app, arguments.settings)
+    _refuse(_problems(app, config, resuming=False))
+    weights = app.prepare(config)
+    run = RunDirectory.create(app.name, root=config.run.root, directory=config.run.dir)
+    _drive(app, config, run, weights=weights, resume=None, first_step=1)
+    return 0
+
+
+def resume(app: App[C], arguments: argparse.Namespace) -> int:
+    """Goes on with a run from its newest checkpoint, under any plan and on any number of devices."""
+    run = RunDirectory.open(arguments.resume)
+    checkpoint, state = newest_checkpoint(run.path)
+    config = resolve_config(app, arguments.settings, base=run.path)
+    refuse_idle_resume(config, state)
+    _refuse(_problems(app, config, resuming=True))
+    run.drop_after(state.step)
+    _drive(app, config, run, weights=checkpoint, resume=checkpoint, first_step=state.step + 1)
+    return 0
+
+
+def evaluate(app: App[C], arguments: argparse.Namespace) -> int:
+    """Prints how good a model is on held-out problems."""
+    checkpoint = find_checkpoint(arguments.checkpoint) if arguments.checkpoint else None
+    config = resolve_config(app, arguments.settings)
+    checks = [lambda: app.problems(config)]
+    if checkpoint is None:
+        checks.append(lambda: model_problems(config))
+    _refuse(collect(checks))
+    job, cluster = app.build(config, checkpoint or app.prepare(config), None), local_cluster(config)
+    with ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="m2flow-"))
+        session = stack.enter_context(launch_run(cluster, launcher=config.launcher, run_dir=Path(scratch)))
+        placement = parse_placement("all", cluster)
+        groups = {name: session.start(job.groups[name], placement) for name in job.evaluated_groups}
+        for name, value in job.evaluate(groups, 0).items():
+            print(f"{name} {value:.3f}")
+    return 0
+
+
+def plan(app: App[C], arguments: argparse.Namespace) -> int:
+    """Prints the best plan for a profile and why it is; needs no device and no model."""
+    config = resolve_config(app, arguments.settings)
+    graph = _graph(app, config)
+    cluster = cluster_spec(local_cluster(config))
+    if arguments.cluster:
+        cluster = read_message(arguments.cluster, sched_pb2.ClusterSpec())
+    profile = read_message(arguments.profile or app.default_profile, sched_pb2.Profile())
+    request = sched_pb2.PlanRequest(workflow=graph.to_proto(), profile=profile, cluster=cluster)
+    if config.plan != "auto":
+        request.mode = config.plan
+    answer = sched.explain(request)
+    print(answer.text)
+    if answer.response.infeasible:
+        return 1
+    if arguments.output:
+        replace_file(arguments.output, plan_json(with_whole_ranks(graph, answer.response.plans[0].plan)))
+    return 0
+
+
+def check(app: App[C], arguments: argparse.Namespace) -> int:
+    """Prints what would go wrong. Starts nothing."""
+    config = resolve_config(app, arguments.settings)
+    _refuse(_problems(app, config, resuming=False))
+    print("nothing is wrong")
+    return 0
+
+
+def show_config(app: App[C], arguments: argparse.Namespace) -> int:
+    """Prints every setting with its value and its meaning, and what follows from the batch words."""
+    config = resolve_config(app, arguments.settings)
+    print(dump_yaml(config), end="")
+    print("# derived")
+    for name, value in derived_numbers(config).items():
+        print(f"# {name}: {value}")
+    return 0
+
+
+def report(app: App[C], arguments: argparse.Namespace) -> int:
+    """Makes report.html of a run again."""
+    run = RunDirectory.open(arguments.directory)
+    write_report(run)
+    print(run.report)
+    return 0
+
+
+def _drive(app: App[C], config: C, run: RunDirectory, *, weights: Path, resume: Path | None, first_step: int) -> None:
+    job = app.build(config, weights, resume)
+    replace_file(run.config, dump_yaml(config))
+    with Progress(config.num_steps, first_step=first_step) as progress:
+        progress.say(f"run directory: {run.path}")
+        for name, value in _numbers(config).items():
+            progress.say(f"  {name:<26}{value}")
+        graph, cluster = traced(job, config, name=app.name), local_cluster(config)
+        planning = _planning(config, graph, cluster, run, progress, resuming=resume is not None)
+        Driver(job, config, run, graph, cluster, planning, progress, first_step).train()
+        progress.say(_closing_words(run))
+
+
+def _graph(app: App[C], config: C) -> Graph:
+    return traced(app.build(config, Path(config.model.source), None), config, name=app.name)
+
+
+def _problems(app: App[C], config: C, *, resuming: bool) -> list[str]:
+    def plan_problems() -> list[str]:
+        mode = "temporal" if config.plan == "auto" else config.plan
+        fixed_plan(mode, _graph(app, config), local_cluster(config))
+        return []
+
+    checks = [
+        lambda: app.problems(config),
+        lambda: model_problems(config),
+        lambda: run_problems(config, resuming=resuming),
+        lambda: space_problems(config),
+        lambda: memory_problems(config),
+    ]
+    return collect(checks) or collect([plan_problems])
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise CheckFailed(problems)
+
+
+def _planning(
+    config: TrainingConfig, graph: Graph, cluster: Cluster, run: RunDirectory, progress: Progress, *, resuming: bool
+) -> Planning:
+    if config.plan != "auto":
+        return FixedPlanning(fixed_plan(config.plan, graph, cluster))
+    if resuming and run.profile.exists():  # the run has chosen already
+        return FixedPlanning(fixed_plan(str(run.plan), graph, cluster))
+    iterations = config.profile_iterations
+    profile = sched_pb2.Profile(model=config.model.source, hardware=hardware(), version=package_version())
+    return AutoPlanning(graph, cluster, profile, run, profile_iterations=iterations, say=progress.say)
+
+
+def _numbers(config: TrainingConfig) -> dict[str, int]:
+    return {
+        "num_steps": config.num_steps,
+        "prompts_per_step": config.prompts_per_step,
+        "samples_per_prompt": config.samples_per_prompt,
+        "minibatch_size": config.minibatch_size,
+        "num_epochs": config.num_epochs,
+        "microbatch_tokens": config.microbatch_tokens,
+        **derived_numbers(config),
+    }
+
+
+def _closing_words(run: RunDirectory) -> str:
+    rows = run.read_metrics()
+    rewards = [float(str(row["critic/score/mean"])) for row in rows if "critic/score/mean" in row]
+    greedy = [float(str(row["eval/greedy_accuracy"])) for row in rows if "eval/greedy_accuracy" in row]
+    last = rewards[-5:]
+    lines = [f"mean training reward of the last {len(last)} steps: {sum(last) / len(last):.3f}"]
+    if len(greedy) > 1:
+        lines.append(f"held-out greedy accuracy: {greedy[0]:.3f} before, {greedy[-1]:.3f} after")
+    return "\n".join([*lines, f"report: {run.report}"])

@@ -1,0 +1,130 @@
+"""The page: sections of the run's data, with style and script inside it and nothing loaded from elsewhere."""
+
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+
+from m2flow.apps.atomic import replace_file
+from m2flow.apps.report.charts import line_chart, stacked_bars
+from m2flow.apps.report.data import RunData, load_run
+from m2flow.apps.report.timeline import idle_table, timeline_charts
+from m2flow.apps.run_directory import RunDirectory
+
+__all__ = ["render_page", "write_report"]
+
+
+def write_report(run: RunDirectory) -> None:
+    """Makes report.html from the run's files. A failed write leaves the old page."""
+    replace_file(run.report, render_page(load_run(run)))
+
+
+def render_page(data: RunData) -> str:
+    """Returns the page as HTML. A part of the run that has no data yet says so in its section."""
+    sections = [
+        ("summary", "Summary", _summary(data)),
+        ("reward-curve", "Reward", _reward(data)),
+        ("evaluation", "Held-out accuracy", _evaluation(data)),
+        ("stage-times", "Seconds per stage", _stage_times(data)),
+        ("prediction", "Predicted and measured seconds", _prediction(data)),
+        ("timeline", "Timeline", timeline_charts(data.spans)),
+        ("idle-causes", "Where the time of each device went", idle_table(data.device_s)),
+        ("plan", "Plan", _plan(data)),
+        ("samples", "Sample rollouts", _samples(data)),
+        ("config", "Configuration", f"<pre>{escape(data.config)}</pre>"),
+    ]
+    body = "".join(
+        f'<section id="{key}"><h2>{title}</h2>{content or _NOTHING}</section>' for key, title, content in sections
+    )
+    style, script = _asset("report.css"), _asset("report.js")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(data.name)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{style}</style></head>'
+        f"<body><h1>{escape(data.name)}</h1>{body}<script>{script}</script></body></html>\n"
+    )
+
+
+_NOTHING = "<p>Nothing recorded.</p>"
+
+
+def _asset(name: str) -> str:
+    return resources.files("m2flow.apps.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _summary(data: RunData) -> str:
+    rewards, greedy = data.series("critic/score/mean"), data.series("eval/greedy_accuracy")
+    seconds, tokens = data.series("timing_s/step"), data.series("throughput/tokens_per_s")
+    rows = []
+    if rewards:
+        last = [value for _, value in rewards[-5:]]
+        rows.append(("steps", f"{rewards[-1][0]:g}"))
+        rows.append(("mean reward, first step", f"{rewards[0][1]:.3f}"))
+        rows.append((f"mean reward, last {len(last)} steps", f"{sum(last) / len(last):.3f}"))
+    if greedy:
+        rows.append(("held-out greedy accuracy, before", f"{greedy[0][1]:.3f}"))
+        rows.append(("held-out greedy accuracy, after", f"{greedy[-1][1]:.3f}"))
+    if seconds:
+        rows.append(("seconds per step, mean", f"{sum(value for _, value in seconds) / len(seconds):.2f}"))
+    if tokens:
+        rows.append(("tokens per second, mean", f"{sum(value for _, value in tokens) / len(tokens):.0f}"))
+    return _table(("", ""), rows)
+
+
+def _reward(data: RunData) -> str:
+    points = data.series("critic/score/mean")
+    return line_chart({"mean reward": points}, x_label="step", y_label="reward") if points else ""
+
+
+def _evaluation(data: RunData) -> str:
+    names = {"greedy": "eval/greedy_accuracy", "sampled": "eval/sampled_accuracy"}
+    series = {label: points for label, name in names.items() if (points := data.series(name))}
+    return line_chart(series, x_label="step", y_label="accuracy", y_max=1.0) if series else ""
+
+
+def _stage_times(data: RunData) -> str:
+    names = [name for name in data.names("timing_s/") if name not in ("timing_s/step", "timing_s/evaluation")]
+    series = {name.removeprefix("timing_s/"): dict(data.series(name)) for name in names}
+    series = {name: values for name, values in series.items() if values}
+    return stacked_bars(series, x_label="step", y_label="busy seconds") if series else ""
+
+
+def _prediction(data: RunData) -> str:
+    names = {"measured": "plan/measured_s", "predicted": "plan/predicted_s"}
+    series = {label: points for label, name in names.items() if (points := data.series(name))}
+    if not series:
+        return ""
+    chart = line_chart(series, x_label="step", y_label="seconds")
+    return chart if "predicted" in series else chart + "<p>This plan came without a prediction.</p>"
+
+
+def _plan(data: RunData) -> str:
+    if not data.plan:
+        return ""
+    rows = []
+    groups = data.plan.get("groups", [])
+    assert isinstance(groups, list)
+    for group in groups:
+        devices = ", ".join(str(device) for device in group.get("device_ids", group.get("deviceIds", [])))
+        rows.append((str(group.get("group", "")), devices))
+    explanation = f"<pre>{escape(data.explanation)}</pre>" if data.explanation else ""
+    mode = escape(str(data.plan.get("mode", "")))
+    return f"<p>Mode: <b>{mode}</b></p>{_table(('worker group', 'devices'), rows)}{explanation}"
+
+
+def _samples(data: RunData) -> str:
+    if not data.samples:
+        return ""
+    steps = sorted(data.samples)
+    parts = []
+    for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
+        rows = [
+            tuple(str(sample.get(column, "")) for column in ("prompt", "completion", "answer", "reward"))
+            for sample in data.samples[step][:8]
+        ]
+        parts.append(f"<h3>Step {step}</h3>{_table(('prompt', 'completion', 'answer', 'reward'), rows)}")
+    return "".join(parts)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header) if any(header) else ""
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>" if rows else ""

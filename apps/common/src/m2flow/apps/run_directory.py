@@ -1,0 +1,133 @@
+"""The directory that a run leaves behind: what is in it, and under which names.
+
+config.yaml, metrics.jsonl, TensorBoard events, timeline.json, plan.json, samples/, checkpoints/step_N/, report.html,
+and logs/ with what the workers printed.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from m2flow.apps.atomic import append_line, replace_file
+from m2flow.apps.errors import RunDirectoryError
+
+__all__ = ["RunDirectory"]
+
+Row = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The paths of one run, and the few ways in which they are written."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, app: str, *, root: str, directory: str = "") -> "RunDirectory":
+        """Makes `directory`, or <root>/<app>-<time> where none is named. Raises RunDirectoryError when it is in use."""
+        path = Path(directory).expanduser() if directory else Path(root).expanduser() / _name(app)
+        if path.exists() and any(path.iterdir()):
+            raise RunDirectoryError(f"{path}: holds files already, want a new directory: resume it or name another")
+        try:
+            for folder in (path, path / "samples", path / "checkpoints"):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunDirectoryError(f"{path}: cannot be made ({error.strerror}): choose another run.root") from error
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDirectory":
+        """Returns the run at `path`. Raises RunDirectoryError when there is none."""
+        if not (path / "config.yaml").is_file():
+            raise RunDirectoryError(f"{path}: no run there (no config.yaml): give the directory that `train` printed")
+        return cls(path)
+
+    @property
+    def config(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        """Chrome trace events."""
+        return self.path / "timeline.json"
+
+    @property
+    def plan(self) -> Path:
+        """The execution plan, as `plan=` takes it back."""
+        return self.path / "plan.json"
+
+    @property
+    def profile(self) -> Path:
+        """What plan=auto measured, as the plan command takes it back."""
+        return self.path / "profile.json"
+
+    @property
+    def explanation(self) -> Path:
+        """Why the plan was chosen."""
+        return self.path / "plan.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One directory step_N a checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """What the workers printed, one file a rank."""
+        return self.path / "logs"
+
+    @property
+    def report(self) -> Path:
+        """The page that shows it all."""
+        return self.path / "report.html"
+
+    def write_samples(self, step: int, rows: Sequence[Row]) -> None:
+        """Writes the rollouts of one step, one JSON object a line."""
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        replace_file(self.path / "samples" / f"step_{step:05d}.jsonl", text)
+
+    def read_samples(self) -> dict[int, list[dict[str, object]]]:
+        """Returns the written rollouts by step."""
+        files = sorted((self.path / "samples").glob("step_*.jsonl"))
+        return {int(file.stem.removeprefix("step_")): _read_lines(file) for file in files}
+
+    def append_metrics(self, row: Row) -> None:
+        """Appends one row."""
+        append_line(self.metrics, json.dumps(row, ensure_ascii=False))
+
+    def read_metrics(self) -> list[dict[str, object]]:
+        """Returns the rows in order; a last line that a killed run left unfinished is skipped."""
+        return _read_lines(self.metrics) if self.metrics.exists() else []
+
+    def drop_after(self, step: int) -> None:
+        """Removes the metrics and samples of steps after `step`: a resumed run writes them again."""
+        rows = [row for row in self.read_metrics() if int(str(row["step"])) <= step]
+        replace_file(self.metrics, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        for file in (self.path / "samples").glob("step_*.jsonl"):
+            if int(file.stem.removeprefix("step_")) > step:
+                file.unlink()
+
+
+def _name(app: str) -> str:
+    return f"{app}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _read_lines(path: Path) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise RunDirectoryError(f"{path}:{number}: not JSON ({error}): remove the line") from None
+    return rows

@@ -1,0 +1,73 @@
+"""What the words on the command line name: a recipe with overrides, a run to go on with, a checkpoint, a message."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+from google.protobuf import json_format
+from google.protobuf.message import Message
+
+from m2flow.apps.app import App
+from m2flow.apps.checkpoint import ResumeState, latest_checkpoint, read_resume_state
+from m2flow.apps.config import TrainingConfig, load_config
+from m2flow.apps.errors import CheckFailed, ConfigError, ResumeError
+from m2flow.apps.run_directory import RunDirectory
+
+__all__ = ["find_checkpoint", "newest_checkpoint", "read_message", "refuse_idle_resume", "resolve_config"]
+
+C = TypeVar("C", bound=TrainingConfig)
+M = TypeVar("M", bound=Message)
+
+
+def resolve_config(app: App[C], settings: Sequence[str], *, base: Path | None = None) -> C:
+    """Returns the config of `[RECIPE] [a.b=c ...]`, or of the run at `base` with overrides. Raises ConfigError."""
+    named = list(settings[:1]) if settings and "=" not in settings[0] else []
+    overrides = settings[len(named) :]
+    if base is not None:
+        if named:
+            raise ConfigError([f"--resume: got a recipe too ({named[0]}), want overrides only: a run keeps its own"])
+        return load_config(app.config_class, RunDirectory.open(base).config, overrides)
+    recipe = named[0] if named else app.default_recipe
+    path = app.recipes.get(recipe, Path(recipe))
+    if recipe not in app.recipes and not path.is_file():
+        shipped = ", ".join(app.recipes)
+        raise ConfigError([f"recipe: got {recipe!r}, want one of {shipped}, or an existing YAML file: correct it"])
+    return load_config(app.config_class, path, overrides)
+
+
+def newest_checkpoint(directory: Path) -> tuple[Path, ResumeState]:
+    """Returns the checkpoint that the run at `directory` goes on from. Raises ResumeError when it has none."""
+    checkpoint = latest_checkpoint(RunDirectory.open(directory).checkpoints)
+    if checkpoint is None:
+        raise ResumeError(f"{directory}: holds no checkpoint, want one: start again without --resume")
+    return checkpoint, read_resume_state(checkpoint)
+
+
+def refuse_idle_resume(config: TrainingConfig, state: ResumeState) -> None:
+    """Raises ResumeError where going on would do nothing, or would not be going on."""
+    if config.seed != state.seed:
+        raise ResumeError(f"seed: got {config.seed}, want {state.seed}, the run's own: a resumed run keeps its seed")
+    if state.step >= config.num_steps:
+        raise ResumeError(f"nothing to do: {state.step} of {config.num_steps} steps are done: raise num_steps to go on")
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Returns `path` where it is a checkpoint, or the newest one of the run there. Raises CheckFailed otherwise."""
+    if (path / "config.json").is_file():
+        return path
+    checkpoint = latest_checkpoint(path / "checkpoints")
+    if checkpoint is None:
+        raise CheckFailed([f"--checkpoint: {path} is no checkpoint and holds none: name a step_N directory or a run"])
+    return checkpoint
+
+
+def read_message(path: Path, message: M) -> M:
+    """Returns `message` with the fields of a JSON or YAML file. Raises CheckFailed when it does not fit."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+        json_format.ParseDict(tree, message)
+    except (OSError, yaml.YAMLError, json_format.ParseError) as error:
+        kind = type(message).__name__
+        raise CheckFailed([f"{path}: no readable {kind} ({error}): see proto/sched/v1 for its fields"]) from None
+    return message

@@ -1,0 +1,181 @@
+"""The driver: plans a job, launches it, and walks it from step to step; evaluation, checkpoints and files on the way.
+
+It is not on the data path: an iteration runs between the workers, and the driver waits for its end.
+"""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from m2flow.apps.app import Job, StepOutcome
+from m2flow.apps.checkpoint import ResumeState, write_checkpoint
+from m2flow.apps.config import TrainingConfig
+from m2flow.apps.metrics import MetricsLog
+from m2flow.apps.planning import Planning, write_plan
+from m2flow.apps.progress import Progress, StepView
+from m2flow.apps.report import write_report
+from m2flow.apps.run_directory import RunDirectory
+from m2flow.apps.stage_times import stage_seconds
+from m2flow.apps.timeline_file import write_timeline
+from m2flow.apps.worker_logs import WorkerLogs
+from m2flow.flow import Graph, IterationResult, Runtime, account, account_table, trace
+from m2flow.worker import Cluster, Session, launch_run
+
+__all__ = ["Driver", "local_cluster", "traced"]
+
+
+def traced(job: Job, config: TrainingConfig, *, name: str) -> Graph:
+    """Returns the graph of the job's macro flow. Starts nothing."""
+    items = config.prompts_per_step
+    return trace(job.program, job.groups, source_items=items, name=name, expansions=job.expansions)
+
+
+def local_cluster(config: TrainingConfig) -> Cluster:
+    """Returns the devices of this machine that the config asks for."""
+    return Cluster.local(None if config.cpu_slots == "all" else config.cpu_slots)
+
+
+@dataclass
+class Driver:
+    """One training run. `first_step` is 1, or the step after a checkpoint's."""
+
+    job: Job
+    config: TrainingConfig
+    run: RunDirectory
+    graph: Graph
+    cluster: Cluster
+    planning: Planning
+    progress: Progress
+    first_step: int = 1
+
+    def __post_init__(self) -> None:
+        self._results: deque[IterationResult] = deque(maxlen=self.config.run.timeline_iterations)
+
+    def train(self) -> None:
+        """Runs every step. Blocks; raises the first failure after all workers have ended and the files are written."""
+        write_plan(self.run, self.planning.plan)
+        with MetricsLog(self.run) as self._log, self._kept_files(), WorkerLogs(self.run.logs) as logs:
+            self.progress.doing("starting the workers")
+            path = self.run.path
+            modules = sorted({spec.target.partition(":")[0] for spec in self.job.groups.values()})
+            with (
+                launch_run(
+                    self.cluster, launcher=self.config.launcher, run_dir=path, preload=modules, on_log=logs.write
+                ) as session,
+                _first_cause(session),
+                Runtime(self.graph, self.planning.plan, session, run_dir=path) as runtime,
+            ):
+                runtime.start(self.first_step)
+                self._walk(runtime)
+        self.progress.say(self._device_table())
+
+    def _walk(self, runtime: Runtime) -> None:
+        if self.first_step == 1:
+            self._evaluate(runtime, 0)
+        for step in range(self.first_step, self.config.num_steps + 1):
+            self._step(runtime, step)
+            last = step == self.config.num_steps
+            if last or step % self.config.evaluation.every == 0:
+                self._evaluate(runtime, step)
+            if last or step % self.config.checkpoint.every == 0:
+                self._checkpoint(runtime, step)
+
+    def _step(self, runtime: Runtime, step: int) -> None:
+        self.progress.doing(f"plan {self.planning.plan.mode}")
+        result = runtime.run(step, self.job.items(step))
+        self._results.append(result)
+        self._record(step, self.job.measure(result.outputs), result)
+        if self.planning.observe(result.timeline):
+            write_plan(self.run, self.planning.plan)
+            self.progress.say(f"step {step}: the next plan is {self.planning.plan.mode}")
+            self.progress.doing("changing the plan")
+            runtime.apply(self.planning.plan)
+
+    def _record(self, step: int, outcome: StepOutcome, result: IterationResult) -> None:
+        seconds, stages = result.seconds, stage_seconds(result.timeline, self.graph.order)
+        tokens_per_s = outcome.metrics["tokens"] / seconds
+        metrics = {
+            **outcome.metrics,
+            **{f"timing_s/{stage}": value for stage, value in stages.items()},
+            "timing_s/step": seconds,
+            "throughput/tokens_per_s": tokens_per_s,
+            "plan/measured_s": seconds,
+            **{f"tombstones/{reason}": float(count) for reason, count in result.tombstones.items()},
+        }
+        plan = self.planning.plan
+        if plan.HasField("prediction"):
+            metrics["plan/predicted_s"] = plan.prediction.iteration_s
+        self._log.write(step, metrics)
+        self.run.write_samples(step, outcome.samples[: self.config.run.samples])
+        reward = outcome.metrics["critic/score/mean"]
+        predicted = f"predicted {plan.prediction.iteration_s:.2f} s" if plan.HasField("prediction") else ""
+        self.progress.step(StepView(step, reward, tokens_per_s, seconds, stages, predicted))
+        if outcome.metrics["groups/all_equal"] == outcome.metrics["groups/count"]:
+            self.progress.say(
+                f"step {step}: warning: all samples of every prompt have equal rewards, so there is no signal to learn"
+                " from: choose an easier or harder task, or more samples_per_prompt"
+            )
+
+    def _evaluate(self, runtime: Runtime, step: int) -> None:
+        self.progress.doing("evaluating")
+        began = time.perf_counter()
+        metrics = dict(self.job.evaluate(runtime.groups, step))
+        self._log.write(step, {**metrics, "timing_s/evaluation": time.perf_counter() - began})
+        shown = ", ".join(
+            f"{name.removeprefix('eval/').replace('_', ' ')} {value:.3f}" for name, value in metrics.items()
+        )
+        self.progress.say(f"step {step}: held-out {shown}")
+
+    def _checkpoint(self, runtime: Runtime, step: int) -> None:
+        self.progress.doing("writing a checkpoint")
+        state = ResumeState(
+            step=step,
+            seed=self.config.seed,
+            prompts_drawn=step * self.config.prompts_per_step,
+            policy_version=step,
+        )
+        trainer = runtime.groups[self.job.trainer]
+
+        def write(directory: Path) -> None:
+            trainer.method("save_checkpoint")(str(directory)).result()
+
+        path = write_checkpoint(self.run.checkpoints, state, write, keep=self.config.checkpoint.keep)
+        self.progress.say(f"step {step}: checkpoint {path}")
+        self._write_timeline()
+
+    @contextlib.contextmanager
+    def _kept_files(self) -> Iterator[None]:
+        """Writes the timeline and the report at the end, however it comes; a failure of theirs never hides another."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._write_files()
+            raise
+        self._write_files()
+
+    def _write_files(self) -> None:
+        self._write_timeline()
+        write_report(self.run)
+
+    def _device_table(self) -> str:
+        last = self._results[-1]
+        accounts = account(last.timeline, last.start_ns, last.end_ns, [device.id for device in self.cluster.devices])
+        return f"where the devices' time went in step {last.iteration}:\n{account_table(accounts)}"
+
+    def _write_timeline(self) -> None:
+        write_timeline(self.run, self._results, device_ids=[device.id for device in self.cluster.devices])
+
+
+@contextlib.contextmanager
+def _first_cause(session: Session) -> Iterator[None]:
+    """Raises what failed first in the run in place of what followed from it."""
+    try:
+        yield
+    except Exception as error:
+        if session.failure is None or session.failure is error:
+            raise
+        raise session.failure from error

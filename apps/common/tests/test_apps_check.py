@@ -1,0 +1,96 @@
+"""Checks before a run: each finds its fault with the remedy, and none starts or imports anything."""
+
+import json
+import shutil
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from m2flow.apps.check import collect, memory_problems, missing_packages, model_problems, run_problems, space_problems
+from m2flow.apps.config import CheckpointConfig, ModelConfig, RunConfig, TrainingConfig
+from m2flow.apps.errors import CheckFailed
+from m2flow.apps.safetensors_size import num_parameters
+
+
+def _model(path: Path, shapes: dict[str, list[int]]) -> Path:
+    path.mkdir()
+    header = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    (path / "config.json").write_text("{}")
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def _config(model: Path, **fields: int | str) -> TrainingConfig:
+    return replace(TrainingConfig(model=ModelConfig(source=str(model))), **fields)  # type: ignore[arg-type]
+
+
+def test_a_whole_model_directory_passes_and_is_counted(tmp_path: Path) -> None:
+    model = _model(tmp_path / "model", {"a": [3, 4], "b": [5]})
+    assert model_problems(_config(model)) == []
+    assert num_parameters(model) == 17
+
+
+def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
+    (problem,) = model_problems(_config(tmp_path / "nowhere"))
+    assert "nowhere', which is no directory, want 'smollm2' or an existing one" in problem
+
+
+def test_a_directory_that_is_no_model_says_what_it_lacks(tmp_path: Path) -> None:
+    problems = model_problems(_config(tmp_path))
+    assert [problem.split("holds no ")[1].split(",")[0] for problem in problems] == [
+        "config.json",
+        "*.safetensors",
+        "tokenizer*",
+    ]
+
+
+def test_broken_weights_are_named(tmp_path: Path) -> None:
+    model = _model(tmp_path / "model", {})
+    (model / "model.safetensors").write_bytes(b"\xff" * 100)
+    (problem,) = collect([lambda: model_problems(_config(model))])
+    assert "model.safetensors: not a safetensors file" in problem
+
+
+def test_a_missing_package_is_named_with_the_remedy() -> None:
+    problems = missing_packages(["json", "no_such_module"], wanted_by="task=x", remedy="pip install x")
+    assert problems == ["task=x: the package no_such_module is missing, want it installed: pip install x"]
+
+
+def test_no_space_is_said_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model(tmp_path / "model", {"a": [1000, 1000, 1000]})
+    config = replace(
+        _config(model), run=RunConfig(root=str(tmp_path / "new" / "runs")), checkpoint=CheckpointConfig(keep=2)
+    )
+    usage = shutil.disk_usage(tmp_path)._replace(free=2_500_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    (problem,) = space_problems(config)
+    assert problem.startswith(f"run.root: {tmp_path} has 2.50 GB free, want 36.00 GB: free space")
+    usage = usage._replace(free=40_000_000_000)
+    assert space_problems(config) == []
+
+
+def test_too_little_memory_is_said_by_role(tmp_path: Path) -> None:
+    huge = _model(tmp_path / "model", {"a": [1_000_000, 1_000_000]})
+    (problem,) = memory_problems(_config(huge))
+    assert "16000.00 GB for the trainer's weights, gradients and optimiser, 4000.00 GB for rollout" in problem
+    assert memory_problems(_config(_model(tmp_path / "small", {"a": [3]}))) == []
+
+
+def test_a_run_directory_in_use_and_too_many_cores_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("")
+    config = TrainingConfig(run=RunConfig(dir=str(tmp_path)), cpu_slots=4096)
+    in_use, cores = run_problems(config, resuming=False)
+    assert "holds files already, want a new directory" in in_use
+    assert cores.startswith("cpu_slots: got 4096, want at most")
+    assert run_problems(replace(config, cpu_slots=1), resuming=True) == []
+
+
+def test_one_check_that_fails_hides_no_other() -> None:
+    def fails() -> list[str]:
+        raise CheckFailed(["first", "second"])
+
+    assert collect([fails, lambda: ["third"]]) == ["first", "second", "third"]

@@ -1,0 +1,102 @@
+"""The commands that start nothing: check, config show, plan, report, and what each says when something is wrong."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from m2flow.apps.run_directory import RunDirectory
+from m2flow.apps.testing import example_run
+from m2flow.apps.testing.toy import TOY
+from m2flow.flow import load_plan
+
+Toy = Callable[..., Any]
+
+
+def test_check_finds_nothing_wrong(toy: Toy, tmp_path: Path) -> None:
+    ended = toy("check", f"run.dir={tmp_path / 'run'}")
+    assert (ended.code, ended.out) == (0, "nothing is wrong\n"), ended.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("num_stepz=3", "num_stepz: unknown key, the nearest known key is num_steps"),
+        ("minibatch_size=5", "minibatch_size: got 5, want a multiple of samples_per_prompt (2)"),
+        ("plan=sideways", "plan: got 'sideways', want auto, temporal, spatial, or an existing file"),
+        ("cpu_slots=4096", "cpu_slots: got 4096, want at most"),
+        ("no_such_recipe", "recipe: got 'no_such_recipe', want one of small, or an existing YAML file"),
+    ],
+)
+def test_a_mistake_ends_with_2_before_anything_starts(
+    toy: Toy, tmp_path: Path, command: str, word: str, said: str
+) -> None:
+    words = [word, f"run.dir={tmp_path / 'run'}"]
+    ended = toy(command, *words)
+    assert ended.code == 2
+    assert said in ended.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_that_does_not_fit_says_why(toy: Toy, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    assert toy("plan", "--output", str(plan)).code == 0
+    tree = json.loads(plan.read_text())
+    tree["groups"][0]["device_ids"] = [99]
+    plan.write_text(json.dumps(tree))
+    ended = toy("check", f"plan={plan}")
+    assert ended.code == 2
+    assert "has device 99" in ended.err
+
+
+def test_config_show_prints_what_can_be_used_again(toy: Toy, tmp_path: Path) -> None:
+    ended = toy("config show", "optimiser.lr=2e-5")
+    assert ended.code == 0
+    assert "# derived\n# samples_per_step: 8\n" in ended.out
+    file = tmp_path / "mine.yaml"
+    file.write_text(ended.out)
+    assert yaml.safe_load(toy("config show", str(file)).out) == yaml.safe_load(ended.out)
+
+
+def test_plan_needs_no_device_and_explains(toy: Toy, tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("nodes: [{name: big, count: 1, devices: [{kind: cpu, count: 64}]}]\n")
+    ended = toy("plan", "plan=auto", "--cluster", str(cluster), "--output", str(output))
+    assert ended.code == 0, ended.err
+    assert "s an iteration" in ended.out
+    assert load_plan(output).prediction.iteration_s > 0
+
+
+def test_one_number_of_the_profile_flips_the_choice(toy: Toy, tmp_path: Path) -> None:
+    profile = yaml.safe_load(TOY.default_profile.read_text())
+    typed = toy("plan", "plan=auto").out
+    for sample in profile["samples"]:
+        if (sample["stage"], sample["devices"]) == ("actor.train", 2):
+            sample["seconds"] = 0.2
+    changed = tmp_path / "profile.yaml"
+    changed.write_text(yaml.safe_dump(profile))
+    assert typed.startswith("Spatial:")
+    assert not toy("plan", "plan=auto", "--profile", str(changed)).out.startswith("Spatial:")
+
+
+def test_an_unreadable_profile_is_named(toy: Toy, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.yaml"
+    profile.write_text("samplez: []\n")
+    ended = toy("plan", "--profile", str(profile))
+    assert ended.code == 2
+    assert "profile.yaml: no readable Profile" in ended.err
+    assert "samplez" in ended.err
+
+
+def test_report_makes_the_page_again(toy: Toy, tmp_path: Path) -> None:
+    run: RunDirectory = example_run(tmp_path / "run")
+    ended = toy("report", str(run.path))
+    assert (ended.code, ended.out) == (0, f"{run.report}\n")
+    assert "held-out greedy accuracy" in run.report.read_text()
+    assert toy("report", str(tmp_path / "nowhere")).code == 1

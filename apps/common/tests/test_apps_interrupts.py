@@ -1,0 +1,104 @@
+"""Runs in processes of their own that are interrupted or whose workers die: how they end, how soon, what is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from m2flow.apps.checkpoint import latest_checkpoint
+
+Start = Callable[..., subprocess.Popen[str]]
+
+pytestmark = [pytest.mark.medium, pytest.mark.timeout(60)]
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(text.rpartition(")")[2].split()[1]) == pid:
+            child = int(stat.parent.name)
+            found += [child, *_children(child)]
+    return found
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _wait_gone(pids: list[int], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while any(_alive(pid) for pid in pids):
+        assert time.monotonic() < until, "processes are left"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a run of the toy under the process launcher and waits for its first checkpoint."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*words: str) -> subprocess.Popen[str]:
+        settings = [f"model.source={model}", f"run.dir={tmp_path / 'run'}", "num_steps=100000", "generate_s=0.02"]
+        command = [sys.executable, "-m", "m2flow.apps.testing", "train", *settings, *words]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        while not ((line := process.stdout.readline()).startswith("step") and "checkpoint" in line):
+            assert process.poll() is None, process.communicate()
+        return process
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_ends_the_run_within_five_seconds(
+    start: Start, tmp_path: Path, number: signal.Signals, code: int, word: str
+) -> None:
+    started = start()
+    workers = _children(started.pid)
+    assert workers
+    os.kill(started.pid, number)
+    _, err = started.communicate(timeout=5)
+    assert started.returncode == code, err
+    assert word in err
+    assert "Traceback" not in err
+    _wait_gone(workers, 1)
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_killed_worker_ends_the_run_with_its_name(start: Start, tmp_path: Path) -> None:
+    started = start("dies_at=3")
+    workers = _children(started.pid)
+    _, err = started.communicate(timeout=10)
+    assert started.returncode == 1
+    assert err.startswith("actor rank 0 on "), err
+    assert "SIGKILL" in err.splitlines()[0]
+    _wait_gone(workers, 5)
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / "step_2"
+
+
+def test_no_worker_outlives_a_killed_driver(start: Start, tmp_path: Path) -> None:
+    started = start()
+    workers = _children(started.pid)
+    started.kill()
+    started.communicate(timeout=5)
+    _wait_gone(workers, 10)
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints") is not None

@@ -1,0 +1,66 @@
+"""A prefix tree of token sequences, so that what several sequences share is computed once.
+
+A prompt's samples share the prompt; prompts share their worked examples; samples of a confident policy share their
+first tokens. A causal model's hidden state at a token depends on the tokens before it and on nothing else, so one
+node per distinct prefix gives every sequence its exact hidden states: nodes are packed into one row, and the
+attention mask lets a node see its ancestors and itself.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class TokenTrie:
+    """Distinct prefixes of the sequences added, numbered so that a parent comes before its children.
+
+    Attributes:
+      tokens: token id per node.
+      parents: node number of the parent per node, -1 for a first token.
+      depths: position of the token in its sequence per node, from 0.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.depths: list[int] = []
+        self._children: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, sequence: Sequence[int], *, parent: int = -1) -> NDArray[np.int64]:
+        """Insert `sequence` below node `parent`; returns the node number of each of its tokens, int64 [len]."""
+        path = np.empty(len(sequence), dtype=np.int64)
+        depth = self.depths[parent] + 1 if parent >= 0 else 0
+        node = parent
+        for offset, token in enumerate(sequence):
+            key = (node, token)
+            child = self._children.get(key)
+            if child is None:
+                child = self._children[key] = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(node)
+                self.depths.append(depth + offset)
+            path[offset] = node = child
+        return path
+
+    def count_new(self, sequence: Sequence[int]) -> int:
+        """Number of nodes that adding `sequence` would make."""
+        node = -1
+        for offset, token in enumerate(sequence):
+            child = self._children.get((node, token))
+            if child is None:
+                return len(sequence) - offset
+            node = child
+        return 0
+
+    def visible(self) -> NDArray[np.bool_]:
+        """bool [N, N]: entry (i, j) says that node i attends to node j, its ancestor or itself."""
+        mask = np.zeros((len(self), len(self)), dtype=np.bool_)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                mask[node, : parent + 1] = mask[parent, : parent + 1]
+            mask[node, node] = True
+        return mask

@@ -99,16 +99,18 @@ class Quota(_message.Message):
     def __init__(self, count: _Optional[int] = ..., carry_surplus: bool = ...) -> None: ...
 
 class Stream(_message.Message):
-    __slots__ = ("producer", "consumer", "feedback", "item_bytes")
+    __slots__ = ("producer", "consumer", "feedback", "item_bytes", "rounds")
     PRODUCER_FIELD_NUMBER: _ClassVar[int]
     CONSUMER_FIELD_NUMBER: _ClassVar[int]
     FEEDBACK_FIELD_NUMBER: _ClassVar[int]
     ITEM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
     producer: str
     consumer: str
     feedback: bool
     item_bytes: float
-    def __init__(self, producer: _Optional[str] = ..., consumer: _Optional[str] = ..., feedback: bool = ..., item_bytes: _Optional[float] = ...) -> None: ...
+    rounds: float
+    def __init__(self, producer: _Optional[str] = ..., consumer: _Optional[str] = ..., feedback: bool = ..., item_bytes: _Optional[float] = ..., rounds: _Optional[float] = ...) -> None: ...
 
 class WorkerGroup(_message.Message):
     __slots__ = ("name", "device_kind", "devices_per_rank", "min_devices", "max_devices", "can_offload", "in_step")

@@ -34,7 +34,19 @@ nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
-nox.options.sessions = ["lint", "types", "deps", "light", "proto", "tests", "minimums", "docs", "integration"]
+nox.options.sessions = [
+    "lint",
+    "types",
+    "deps",
+    "light",
+    "proto",
+    "tests",
+    "minimums",
+    "pythons",
+    "ray",
+    "docs",
+    "integration",
+]
 
 
 def _pip_find_links() -> str:
@@ -42,6 +54,23 @@ def _pip_find_links() -> str:
     asked = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False)
     found = [line.partition("=")[2].strip("'\"") for line in asked.stdout.splitlines() if ".find-links=" in line]
     return " ".join(dict.fromkeys(" ".join(found).split()))
+
+
+def _uv() -> str:
+    beside = Path(sys.executable).with_name("uv")
+    return str(beside) if beside.exists() else "uv"
+
+
+def _newest_python() -> list[str]:
+    """The newest Python at hand that is not the one that runs nox: what the pin's Python does not show."""
+    for minor in ("3.14", "3.13", "3.12"):
+        find = [_uv(), "python", "find", "--no-python-downloads", minor]
+        if (
+            minor != f"3.{sys.version_info.minor}"
+            and subprocess.run(find, capture_output=True, check=False).returncode == 0
+        ):
+            return [minor]
+    return []
 
 
 os.environ.setdefault("UV_FIND_LINKS", _pip_find_links())
@@ -81,11 +110,6 @@ def wheels() -> dict[str, Path]:
     SKIPS.unlink(missing_ok=True)
     subprocess.run([_uv(), "build", "-q", "--all-packages", "--wheel", "--out-dir", str(WHEELS)], cwd=ROOT, check=True)
     return {p.name: next(WHEELS.glob(f"{p.dist.replace('-', '_')}-*.whl")) for p in PACKAGES.values()}
-
-
-def _uv() -> str:
-    beside = Path(sys.executable).with_name("uv")
-    return str(beside) if beside.exists() else "uv"
 
 
 def _wheel(package: Package, *, extras: bool) -> str:
@@ -176,7 +200,46 @@ def tests(session: nox.Session, package: str) -> None:
 
 def _test(session: nox.Session, package: Package, **env: str) -> None:
     install(session, [package], *package.test_requires)
-    pytest(session, str(package.path.relative_to(ROOT) / "tests"), *session.posargs, **env)
+    pytest(session, _folder(package, "tests"), *session.posargs, **env)
+
+
+def _folder(package: Package, name: str) -> str:
+    return str(package.path.relative_to(ROOT) / name)
+
+
+def _needs_torch(package: Package) -> bool:
+    every = [r for need in needs(package, PACKAGES) for r in need.requires] + list(package.test_requires)
+    return "torch" in {distribution(requirement) for requirement in every}
+
+
+TORCHLESS = [name for name, package in PACKAGES.items() if not _needs_torch(package)]
+
+
+@nox.session(python=_newest_python())
+@nox.parametrize("package", TORCHLESS, ids=TORCHLESS)
+@timed
+def pythons(session: nox.Session, package: str) -> None:
+    """The packages without torch, on the newest Python at hand; torch's one pin is for one Python."""
+    _test(session, PACKAGES[package])
+
+
+@nox.session
+@timed
+def ray(session: nox.Session) -> None:
+    """The Ray launcher, on a real local cluster."""
+    worker = PACKAGES["worker"]
+    install(session, [worker], *worker.test_requires, extras=True)
+    pytest(session, _folder(worker, "ray_tests"), *session.posargs)
+
+
+@nox.session(default=False)
+@timed
+def peers(session: nox.Session) -> None:
+    """Agreement with public implementations of the same algorithms; verl without its dependencies."""
+    algos = PACKAGES["algos"]
+    install(session, [algos], *algos.test_requires, *_group("peers"))
+    session.install("-q", "--no-deps", "verl")
+    pytest(session, _folder(algos, "peers"), *session.posargs)
 
 
 @nox.session
@@ -190,7 +253,7 @@ def minimums(session: nox.Session, package: str) -> None:
     pins_file.write_text("\n".join(pins) + "\n")
     wanted = [_wheel(p, extras=False) for p in needs(chosen, PACKAGES)]
     session.install("-q", "--resolution", "lowest-direct", "-c", str(pins_file), *wanted, *chosen.test_requires)
-    pytest(session, str(chosen.path.relative_to(ROOT) / "tests"), "-m", "not medium and not large", *session.posargs)
+    pytest(session, _folder(chosen, "tests"), "-m", "not medium and not large", *session.posargs)
 
 
 @nox.session(default=False)
@@ -205,7 +268,7 @@ def affected(session: nox.Session) -> None:
     session.log(f"affected: {', '.join(names) or 'no package'}")
     for name in names:
         install(session, [PACKAGES[name]], *PACKAGES[name].test_requires)
-        pytest(session, str(PACKAGES[name].path.relative_to(ROOT) / "tests"))
+        pytest(session, _folder(PACKAGES[name], "tests"))
 
 
 @nox.session
@@ -249,7 +312,7 @@ def train(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device."""
     install(session, list(PACKAGES.values()), *_group("integration"), extras=True)
-    pytest(session, *(str(p.path.relative_to(ROOT) / "tests") for p in PACKAGES.values()), "-m", "gpu")
+    pytest(session, *(_folder(p, "tests") for p in PACKAGES.values()), "-m", "gpu")
 
 
 @nox.session(default=False)
@@ -259,8 +322,7 @@ def proofs(session: nox.Session) -> None:
     for name in session.posargs or PACKAGES:
         package = PACKAGES[name]
         install(session, [package], *package.test_requires)
-        tests_folder = str(package.path.relative_to(ROOT) / "tests")
-        pytest(session, tests_folder, "--timeout=3600", M2FLOW_PROOFS="1")
+        pytest(session, _folder(package, "tests"), "--timeout=3600", M2FLOW_PROOFS="1")
 
 
 @nox.session(default=False)

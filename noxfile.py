@@ -34,19 +34,6 @@ nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
-nox.options.sessions = [
-    "lint",
-    "types",
-    "deps",
-    "light",
-    "proto",
-    "tests",
-    "minimums",
-    "pythons",
-    "ray",
-    "docs",
-    "integration",
-]
 
 
 def _pip_find_links() -> str:
@@ -62,14 +49,13 @@ def _uv() -> str:
 
 
 def _newest_python() -> list[str]:
-    """The newest Python at hand that is not the one that runs nox: what the pin's Python does not show."""
-    for minor in ("3.14", "3.13", "3.12"):
-        find = [_uv(), "python", "find", "--no-python-downloads", minor]
-        if (
-            minor != f"3.{sys.version_info.minor}"
-            and subprocess.run(find, capture_output=True, check=False).returncode == 0
-        ):
-            return [minor]
+    """The newest Python at hand, on the PATH or among pyenv's, if it is not the one that runs nox."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    os.environ["PATH"] += "".join(f":{folder}" for folder in sorted(pyenv.glob("3.*/bin")))
+    for minor in range(15, sys.version_info.minor, -1):
+        find = [_uv(), "python", "find", "--no-python-downloads", f"3.{minor}"]
+        if subprocess.run(find, capture_output=True, check=False).returncode == 0:
+            return [f"3.{minor}"]
     return []
 
 

@@ -38,7 +38,8 @@ def gae(
     Args:
         rewards: [B, T], floating.
         values: [B, T+1], floating; the last column is the bootstrap: the value of the observation after the last step,
-            or 0 where the row ends with its episode (a language model's response).
+            or 0 where the row ends with its episode (a language model's response). It must be finite even where the row
+            has ended.
         mask: [B, T], bool.
         gamma, lam: in [0, 1].
         terminated, truncated: [B, T], bool, True at an episode's last step. Absent means nowhere. Where both are True,
@@ -63,20 +64,24 @@ def gae(
             "the observation that it was cut at"
         )
     (now,) = _check.tokens("gae", mask, values=values[:, :-1])
-    bootstrap = _check.floating("gae", "values", values)[:, -1:]
-    following = torch.cat([now, bootstrap], 1).gather(1, _next_in_mask(mask))
-    end = torch.zeros_like(mask)
-    if truncated is not None and final_values is not None:
-        cut = _flags("gae", "truncated", truncated, mask)
-        (final,) = _check.tokens("gae", mask, final_values=final_values)
-        following, end = torch.where(cut, final, following), end | cut
-    if terminated is not None:
-        stop = _flags("gae", "terminated", terminated, mask)
-        following, end = following.masked_fill(stop, 0.0), end | stop
     _check.within("gae", "gamma", gamma, 0.0, 1.0)
     _check.within("gae", "lam", lam, 0.0, 1.0)
-    delta = (rewards + gamma * following - now).masked_fill(~mask, 0.0)
-    advantages = reverse_scan(delta, _decay(mask, end, gamma * lam, delta)).masked_fill(~mask, 0.0)
+    bootstrap = _check.floating("gae", "values", values)[:, -1]
+    end = None if terminated is None else _flags("gae", "terminated", terminated, mask)
+    own = rewards - now
+    if truncated is not None and final_values is not None:
+        cut = _flags("gae", "truncated", truncated, mask)
+        cut, end = (cut, cut) if end is None else (cut & ~end, cut | end)
+        (final,) = _check.tokens("gae", cut, final_values=final_values)
+        own = own + gamma * final
+    # A step hands z_t = V_t + lam * A_t to the one before it, and A_t = own_t + gamma * z_(t+1): one recurrence, in
+    # which a step outside the mask hands on what it was given.
+    given = torch.add(now, own, alpha=lam)
+    decay = _decay(mask, end, gamma * lam, own)
+    onward = torch.cat([reverse_scan(given, decay, bootstrap)[:, 1:], bootstrap[:, None]], 1)[:, : mask.shape[1]]
+    if end is not None:
+        onward = onward.masked_fill(end, 0.0)
+    advantages = torch.add(own, onward, alpha=gamma).masked_fill(~mask, 0.0)
     return advantages, advantages + now
 
 
@@ -95,8 +100,9 @@ def reward_to_go(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, terminate
     """
     (rewards,) = _check.tokens("reward_to_go", mask, rewards=rewards)
     _check.within("reward_to_go", "gamma", gamma, 0.0, 1.0)
-    end = torch.zeros_like(mask) if terminated is None else _flags("reward_to_go", "terminated", terminated, mask)
-    return reverse_scan(rewards, _decay(mask, end, gamma, rewards)).masked_fill(~mask, 0.0)
+    end = None if terminated is None else _flags("reward_to_go", "terminated", terminated, mask)
+    nothing = rewards.new_zeros(mask.shape[0])
+    return reverse_scan(rewards, _decay(mask, end, gamma, rewards), nothing).masked_fill(~mask, 0.0)
 
 
 def n_step(
@@ -149,14 +155,7 @@ def _flags(function: str, name: str, flags: Tensor, mask: Tensor) -> Tensor:
     return flags & mask
 
 
-def _decay(mask: Tensor, end: Tensor, factor: float, like: Tensor) -> Tensor:
+def _decay(mask: Tensor, end: Tensor | None, factor: float, like: Tensor) -> Tensor:
     """Return what the scan multiplies by: `factor` inside the mask, 0 at an end, 1 outside, where time stands still."""
-    return torch.ones_like(like).masked_fill(mask, factor).masked_fill(end, 0.0)
-
-
-def _next_in_mask(mask: Tensor) -> Tensor:
-    """Return, for each position [B, T], the index of the first True position after it, or T where there is none."""
-    steps = mask.shape[1]
-    index = torch.arange(steps, device=mask.device).expand_as(mask).masked_fill(~mask, steps)
-    later = torch.nn.functional.pad(index[:, 1:], (0, 1), value=steps) if steps else index
-    return later.flip(1).cummin(1).values.flip(1) if steps else later
+    decay = torch.where(mask, like.new_tensor(factor), like.new_tensor(1.0))
+    return decay if end is None else decay.masked_fill(end, 0.0)

@@ -307,12 +307,25 @@ def test_a_dead_producers_waiting_put_may_be_put_again() -> None:
 
 def test_keys_and_iterations_leave_nothing_behind() -> None:
     q = Driver()
-    for index in range(1000):
-        q.put(str(index), key=f"k{index}", iteration=index)
-        q.ack(q.get(key=f"k{index}"))
-        q.end(index)
+    for start in range(0, 1000, 100):
+        for index in range(start, start + 100):
+            q.put(str(index), key=f"k{index}", iteration=index)
+        for index in reversed(range(start, start + 100)):
+            q.ack(q.get(key=f"k{index}"))
+            q.end(index)
     assert q.index.num_states() == 0
     assert len(q.index._seen) == 0
+    assert len(q.index.members.producers["p"].ended) == 1
+
+
+def test_many_fresh_keys_leave_nothing_behind() -> None:
+    q = Driver()
+    for index in range(20_000):
+        q.put("", key=f"k{index}")
+    for index in range(20_000):
+        q.ack(q.get(key=f"k{index}"))
+    assert q.index.num_states() == 0
+    assert len(q.index._queue._views) == 0
 
 
 def test_a_route_puts_a_key_on_one_consumer_for_as_long_as_it_lives() -> None:

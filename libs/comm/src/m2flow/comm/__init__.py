@@ -3,6 +3,7 @@
 from m2flow.comm._calls import Request
 from m2flow.comm._lease import Lease
 from m2flow.comm.channel import Channel, Put, Stats
+from m2flow.comm.collectives import Backend, Handle, RankGroup, move_rows
 from m2flow.comm.endpoint import Endpoint
 from m2flow.comm.errors import (
     ChannelClosedError,
@@ -15,29 +16,44 @@ from m2flow.comm.errors import (
     TimeoutError_,
 )
 from m2flow.comm.payload import Encoded, Tree, decode, encode, register
+from m2flow.comm.resharding import Box, Shard
+from m2flow.comm.routing import Address, Route, explain_route, route
 from m2flow.comm.tls import Tls
+from m2flow.comm.transfer import Prepared, WeightReceiver
 from m2flow.comm.weights import StagedWeights
 
 __all__ = [
+    "Address",
+    "Backend",
+    "Box",
     "Channel",
     "ChannelClosedError",
     "ChannelFullError",
     "CommError",
     "Encoded",
     "Endpoint",
+    "Handle",
     "IterationEnded",
     "Lease",
     "PayloadError",
     "PeerLostError",
+    "Prepared",
     "Put",
+    "RankGroup",
     "RemoteError",
     "Request",
+    "Route",
+    "Shard",
     "StagedWeights",
     "Stats",
     "TimeoutError_",
     "Tls",
     "Tree",
+    "WeightReceiver",
     "decode",
     "encode",
+    "explain_route",
+    "move_rows",
     "register",
+    "route",
 ]

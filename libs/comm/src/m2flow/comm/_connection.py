@@ -19,7 +19,7 @@ from m2flow.comm._frames import Kind, ProtocolError
 from m2flow.comm._mappings import BlockRef, Hold, Mapped, Released
 from m2flow.comm._segments import Pool, Segment, Slot
 from m2flow.comm._tree import Bytes
-from m2flow.comm.errors import CommError, PeerLostError
+from m2flow.comm.errors import CommError
 from m2flow.comm.payload import Encoded
 from m2flow.proto.comm.v1 import comm_pb2
 
@@ -27,6 +27,7 @@ from m2flow.proto.comm.v1 import comm_pb2
 INLINE_BYTES = 32 << 10
 
 OnReturned = Callable[[bool], None]
+_sessions = itertools.count(1)
 
 
 class Link(Protocol):
@@ -45,17 +46,21 @@ class Link(Protocol):
 class Connection:
     """One connection of an endpoint; `peer` is empty until the other end has said hello."""
 
-    def __init__(self, peer: str, pool: Pool, released: Released) -> None:
+    def __init__(self, peer: str, pool: Pool, released: Released, on_segment_gone: Callable[[int], None]) -> None:
         self.peer = peer
+        # What others remember it by: keeping the connection itself would keep the memory that it maps.
+        self.session = next(_sessions)
         self.incarnation = 0
         self.greeted = False
         self.left = False
         self.link: Link
         self._pool = pool
         self._released = released
+        self._on_segment_gone = on_segment_gone
         self._ids = itertools.count(1)
         self._calls: dict[int, Future[bytes]] = {}
-        self._lost: PeerLostError | CommError | None = None
+        self._lost: CommError | None = None
+        self._on_lost: list[Callable[[CommError], None]] = []
         self._lock = threading.Lock()
         self._announced: set[int] = set()
         self._lent: defaultdict[tuple[int, int], list[OnReturned]] = defaultdict(list)
@@ -92,7 +97,16 @@ class Connection:
         except BrokenPipeError:
             return
 
-    def lose(self, error: PeerLostError | CommError) -> None:
+    def on_lost(self, callback: Callable[[CommError], None]) -> None:
+        """Calls `callback(error)` once when the peer is lost, at once if it is already. It must not block."""
+        with self._lock:
+            lost = self._lost
+            if lost is None:
+                self._on_lost.append(callback)
+        if lost is not None:
+            callback(lost)
+
+    def lose(self, error: CommError) -> None:
         """Fails what is under way, and takes back what is lent as unusable. Runs once, on the io thread."""
         with self._lock:
             if self._lost is not None:
@@ -100,12 +114,15 @@ class Connection:
             self._lost = error
             calls, self._calls = self._calls, {}
             lent, self._lent = self._lent, defaultdict(list)
+            on_lost, self._on_lost = self._on_lost, []
+        for callback in on_lost:
+            callback(error)
         for future in calls.values():
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
         for callbacks in lent.values():
-            for callback in callbacks:
-                callback(True)
+            for on_returned in callbacks:
+                on_returned(True)
 
     # Payloads out.
 
@@ -188,13 +205,11 @@ class Connection:
         if message.id in self._segments:
             os.close(fd)
             raise ProtocolError(f"got segment {message.id:x} twice")
-        self._segments[message.id] = Mapped(message.id, fd, message.size_bytes)
+        self._segments[message.id] = Mapped(message.id, fd, message.size_bytes, self._on_segment_gone)
 
-    def on_retire(self, body: bytes) -> int:
-        """Forgets a segment; arrays that lie in it keep it alive. Returns its id."""
-        segment_id = int(comm_pb2.Segment.FromString(body).id)
-        self._segments.pop(segment_id, None)
-        return segment_id
+    def on_retire(self, body: bytes) -> None:
+        """Forgets a segment; arrays that lie in it keep it alive."""
+        self._segments.pop(comm_pb2.Segment.FromString(body).id, None)
 
     def segment_of(self, block: comm_pb2.Block) -> tuple[BlockRef, Mapped]:
         """Returns a block that the peer lent, and its segment; raises ProtocolError for one never announced."""

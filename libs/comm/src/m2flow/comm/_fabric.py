@@ -5,6 +5,7 @@ a socket that closes without a goodbye is a death, reported once for each life o
 """
 
 import contextlib
+import hmac
 import importlib
 import logging
 import os
@@ -23,6 +24,7 @@ from m2flow.comm._connection import Connection, Link
 from m2flow.comm._frames import Kind, ProtocolError
 from m2flow.comm._handshake import Identity
 from m2flow.comm._loop import READ, Loop
+from m2flow.comm._mailbox import Mailbox
 from m2flow.comm._mappings import Released
 from m2flow.comm._segments import Pool
 from m2flow.comm._sockets import SocketDirectory
@@ -59,6 +61,7 @@ class Fabric:
         self.loop = Loop(identity.name, before_sleep=self._send_releases)
         self.pool = Pool(quota_bytes, on_retire=self._retire)
         self.released = Released(self.loop.wake)
+        self.mailbox = Mailbox()
         self._connect_timeout_s = connect_timeout_s
         # The gRPC side: names and addresses of peers on other hosts, and the module and streams once they are needed.
         self._addresses: dict[str, str] = {}
@@ -112,6 +115,13 @@ class Fabric:
         """Listens over gRPC too; returns the address bound."""
         return str(self._remote().listen(address, self._accept_stream))
 
+    def in_this_process(self, peer: str) -> "Fabric | None":
+        """Returns a peer of the same run whose endpoint is in this very process, if there is one."""
+        for fabric in list(_living):
+            if fabric.identity.name == peer and not fabric._closed and fabric._directory.same(self._directory):
+                return fabric if hmac.compare_digest(fabric.identity.token, self.identity.token) else None
+        return None
+
     def close(self) -> None:
         """Says goodbye to all peers and frees sockets, thread and memory. Blocks for at most a second a peer."""
         with self._lock:
@@ -133,7 +143,7 @@ class Fabric:
     # Dialling and accepting.
 
     def _new(self, peer: str, *, remote: bool) -> tuple[Connection, Link]:
-        connection = Connection(peer, self.pool, self.released)
+        connection = Connection(peer, self.pool, self.released, self._retire)
         on_frame, on_closed = partial(self._frame, connection), partial(self._gone, connection)
         if remote:
             connection.link = self._grpc.GrpcLink(self.loop, self._streams, on_frame=on_frame, on_closed=on_closed)
@@ -210,7 +220,7 @@ class Fabric:
             elif kind is Kind.RELEASE:
                 connection.on_release(body)
             elif kind is Kind.RETIRE:
-                self._retire(connection.on_retire(body))
+                connection.on_retire(body)
             elif kind is Kind.GOODBYE:
                 connection.left = True
                 connection.link.fail("it closed its endpoint")

@@ -19,10 +19,12 @@ import grpc
 from google.protobuf.internal import encoder
 
 from m2flow.comm import _frames
-from m2flow.comm._frames import FrameParser, Kind
+from m2flow.comm._frames import FrameParser, Kind, frame
+from m2flow.comm._handshake import VERSION
 from m2flow.comm._loop import Loop
 from m2flow.comm.errors import CommError
 from m2flow.comm.tls import Tls
+from m2flow.proto.comm.v1 import comm_pb2
 
 _log = logging.getLogger("m2flow.comm")
 
@@ -217,7 +219,7 @@ class Streams:
             metadata = dict(context.invocation_metadata() or ())
             if not hmac.compare_digest(str(metadata.get(_TOKEN_KEY, "")).encode(), self._token.encode()):
                 _log.warning("refused a gRPC call of %s: its token is not this run's", context.peer())
-                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not this run's")
+                await self._refuse(request, context)
             await self._serve(accept(), request, context)
 
         handler = grpc.stream_stream_rpc_method_handler(exchange, _unwrap, _wrap)
@@ -231,6 +233,15 @@ class Streams:
         await server.start()
         self._server = server
         return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+
+    async def _refuse(self, request: AsyncIterable[memoryview], context: Any) -> None:
+        """Ends a stream that brought no token. The reason goes as a frame first: a status alone may not be heard."""
+        reason = "its token is not this run's"
+        refusal = comm_pb2.Refusal(reason=reason, version=VERSION).SerializeToString()
+        await context.write(frame(Kind.REFUSAL, 0, refusal))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_drain(request), _GOODBYE_TIMEOUT_S)
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
 
     def _bind(self, server: "grpc.aio.Server", address: str) -> int:
         if self._tls is None:
@@ -291,6 +302,11 @@ class Streams:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._server is not None:
             await self._server.stop(0.2)
+
+
+async def _drain(request: AsyncIterable[memoryview]) -> None:
+    async for _ in request:
+        pass
 
 
 def _wrap(chunk: bytes) -> bytes:

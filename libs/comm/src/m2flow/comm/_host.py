@@ -102,7 +102,7 @@ class ChannelHost:
     def _serve(
         self, index: ChannelIndex, connection: Connection, request_id: int, request: comm_pb2.ChannelRequest
     ) -> None:
-        caller = Caller(connection, connection.peer, request_id, partial(_answer, connection, request_id))
+        caller = Caller(connection.session, connection.peer, request_id, partial(_answer, connection, request_id))
         kind = request.WhichOneof("kind")
         if kind == "put":
             entries = [_entry(connection, envelope) for envelope in request.put.items]
@@ -110,7 +110,7 @@ class ChannelHost:
         elif kind == "get":
             index.get(caller, _filter(request.get), request.get.weight)
         elif kind == "ack":
-            index.ack(connection, request.ack.leases, give_back=request.ack.give_back)
+            index.ack(connection.session, request.ack.leases, give_back=request.ack.give_back)
         elif kind == "end":
             index.end(caller, request.end.iteration)
         elif kind == "close":
@@ -123,12 +123,12 @@ class ChannelHost:
     def on_cancel(self, connection: Connection, request_id: int, body: bytes) -> None:
         """Handles a CANCEL frame: the request is answered as it stands, if it is still open."""
         for index in self._indexes.values():
-            index.cancel(connection, request_id)
+            index.cancel(connection.session, request_id)
 
     def on_gone(self, connection: Connection, lost: bool) -> None:
         """Takes note of a connection that is gone."""
         for index in list(self._indexes.values()):
-            index.left(connection, connection.peer, lost=lost)
+            index.left(connection.session, connection.peer, lost=lost)
 
 
 def counts(index: ChannelIndex) -> comm_pb2.ChannelStats:

@@ -27,9 +27,13 @@ class BlockRef(NamedTuple):
 
 
 class Mapped:
-    """A segment of another process: its descriptor, to be passed on, and its mapping, made when it is first read."""
+    """A segment of another process: its descriptor, to be passed on, and its mapping, made when it is first read.
 
-    def __init__(self, segment: int, fd: int, size_bytes: int) -> None:
+    `on_gone(id)` is called when nothing here refers to it any more, perhaps by a finaliser.
+    """
+
+    def __init__(self, segment: int, fd: int, size_bytes: int, on_gone: Callable[[int], None]) -> None:
+        self._on_gone = on_gone
         self.id = segment
         self.fd = fd
         self.size_bytes = size_bytes
@@ -51,6 +55,7 @@ class Mapped:
 
     def __del__(self) -> None:
         os.close(self.fd)
+        self._on_gone(self.id)
 
 
 class Hold:

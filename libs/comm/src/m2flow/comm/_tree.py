@@ -310,3 +310,6 @@ _READERS: dict[int, Callable[[TreeReader], Any]] = {
     ord("G"): TreeReader._scalar,
     ord("T"): TreeReader._tensor,
 }
+
+# Every tag that this version reads: what a fuzzer likes to write.
+TAGS = bytes(_READERS)

@@ -24,13 +24,17 @@ from m2flow.comm._host import ChannelHost
 from m2flow.comm._index import ChannelIndex
 from m2flow.comm._parking import Parking
 from m2flow.comm.channel import Channel
+from m2flow.comm.collectives import Handle
 from m2flow.comm.errors import CommError, TimeoutError_
 from m2flow.comm.payload import Tree, encode
+from m2flow.comm.resharding import Box
 from m2flow.comm.tls import Tls
+from m2flow.comm.transfer import DEFAULT_BUCKET_BYTES, WeightReceiver
 from m2flow.comm.weights import SERVICE, StagedWeights, WeightReader, WeightStore
 from m2flow.proto.comm.v1 import comm_pb2
 
 _MAX_HANDLER_THREADS = 8
+_MAIL = "m2flow.mail"
 _T = TypeVar("_T")
 
 
@@ -45,7 +49,8 @@ class Endpoint:
     `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
     run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way;
     `connect_timeout_s` is how long a peer, a service or a channel may take to appear; `tls` secures what crosses hosts.
-    Create it after forking, never before.
+    With `by_reference` a message to an endpoint in this same process is the object itself. Create it after forking,
+    never before.
 
     Raises ValueError for a name or a directory that will not do, CommError where a living endpoint has the name.
     """
@@ -59,8 +64,10 @@ class Endpoint:
         quota_bytes: int | None = None,
         connect_timeout_s: float = 10.0,
         tls: Tls | None = None,
+        by_reference: bool = True,
     ) -> None:
         self.name = name
+        self._by_reference = by_reference
         self._executor = LaneExecutor(_MAX_HANDLER_THREADS, name)
         self._lost_callbacks: list[Callable[[str], None]] = []
         self._lost: dict[str, int] = {}
@@ -77,6 +84,8 @@ class Endpoint:
         self._weights = WeightStore(self._fabric.pool)
         self._reader = WeightReader()
         self._calls.add(SERVICE, self._weights.handle)
+        mailbox = self._fabric.mailbox
+        self._calls.add(_MAIL, lambda request: mailbox.deliver(request.peer, request.method, request.args))
         self._fabric.start(
             {
                 Kind.CALL: self._calls.on_call,
@@ -193,6 +202,44 @@ class Endpoint:
         for callback in self._lost_callbacks:
             self._executor.submit(("lost", callback), partial(callback, connection.peer))
 
+    # Messages.
+
+    def isend(self, peer: str, tree: Tree, *, tag: str = "") -> "Future[None]":
+        """Sends a tree to a peer; the future is done when the peer has received it. Blocks for the copy only.
+
+        Within one process the tree itself is handed over: the sender must not change it afterwards. The future fails
+        with PeerLostError; PayloadError is raised at once for what cannot be encoded.
+        """
+        local = self._fabric.in_this_process(peer) if self._by_reference else None
+        if local is not None:
+            return local.mailbox.deliver(self.name, tag, tree)
+        return self.request_async(peer, _MAIL, tag, tree)
+
+    def irecv(self, peer: str, *, tag: str = "") -> "Future[Tree]":
+        """Returns the future of a peer's next tree with a tag, in the order sent. Cancelled, it takes none.
+
+        The future fails with PeerLostError when the peer dies first.
+        """
+        mailbox = self._fabric.mailbox
+        future = mailbox.receive(peer, tag)
+        if not future.done():
+            self._fabric.connection(peer).on_lost(partial(mailbox.fail, peer))
+        return future
+
+    def send(self, peer: str, tree: Tree, *, tag: str = "", timeout_s: float | None = None) -> None:
+        """Like `isend`, blocking until the peer has it. Raises TimeoutError_ naming the peer after `timeout_s`."""
+        Handle(f"send {tag}", [(peer, self.isend(peer, tree, tag=tag))], lambda _: None).wait(timeout_s)
+
+    def recv(self, peer: str, *, tag: str = "", timeout_s: float | None = None) -> Tree:
+        """Like `irecv`, blocking for the tree. Raises TimeoutError_ naming the peer after `timeout_s`."""
+        future = self.irecv(peer, tag=tag)
+        try:
+            return Handle(f"recv {tag}", [(peer, future)], lambda got: got[0]).wait(timeout_s)
+        except TimeoutError:
+            if future.cancel():
+                raise
+            return future.result()
+
     # Channels.
 
     def host_channel(
@@ -246,10 +293,11 @@ class Endpoint:
     # Weights.
 
     def stage_weights(self, name: str, version: int, weights: Mapping[str, Tree]) -> StagedWeights:
-        """Writes a version of named tensors to shared memory, once, for any number of readers on this host.
+        """Writes a version of named tensors to shared memory, once, for any number of readers.
 
-        `weights` maps names to numpy arrays or tensors of any shape and dtype. Blocks for the digests and the copy.
-        Raises ValueError for a version that is not newer than the last. The version before the last is withdrawn.
+        `weights` maps names to numpy arrays or tensors of any shape and dtype, or to `Shard`s of larger ones.
+        Blocks for the digests and the copy. Raises ValueError for a version that is not newer than the last. The
+        version before the last is withdrawn.
         """
         return self._weights.stage(name, version, weights)
 
@@ -263,6 +311,28 @@ class Endpoint:
         """
         answer = self.request(source, SERVICE, "fetch", (name, version), timeout_s=timeout_s)
         return self._reader.check(source, name, version, answer)
+
+    def weight_receiver(
+        self,
+        name: str,
+        *,
+        sources: Sequence[str],
+        wanted: Mapping[str, Box] | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        first_source: int = 0,
+    ) -> WeightReceiver:
+        """Returns this rank's receiver of weights that `sources` stage, each its own shards. Does not block.
+
+        `wanted` maps names to the boxes it wants; None is every tensor, whole. `first_source` says which source is
+        asked first where several have the same part: give receivers different ones.
+        """
+        return WeightReceiver(
+            self, name, sources=sources, wanted=wanted, bucket_bytes=bucket_bytes, first_source=first_source
+        )
+
+    def shares_memory_with(self, peer: str) -> bool:
+        """Says whether a peer is reached on this host, so that it can map what is written here."""
+        return self._fabric.connection(peer).link.passes_fds
 
     def release_weights(self, name: str, version: int) -> None:
         """Withdraws a staged version; readers keep what they hold. Raises ValueError for one that is not staged."""

@@ -7,7 +7,7 @@ digests of all tensors the first time and of some later, and holds the memory fo
 import hashlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -17,7 +17,8 @@ from m2flow.comm import _torch
 from m2flow.comm._calls import Lend, Request
 from m2flow.comm._segments import Pool
 from m2flow.comm.errors import PayloadError
-from m2flow.comm.payload import Tree, encode
+from m2flow.comm.payload import Tree, decode, encode
+from m2flow.comm.resharding import Shard
 
 SERVICE = "m2flow.weights"
 _KEPT_VERSIONS = 2
@@ -50,9 +51,11 @@ class WeightStore:
         ValueError for a version that is not newer, PayloadError for what is no array.
         """
         started = time.monotonic()
-        digests = {key: digest(value) for key, value in weights.items()}
+        arrays = {key: value.data if isinstance(value, Shard) else value for key, value in weights.items()}
+        digests = {key: digest(value) for key, value in arrays.items()}
+        layout = {key: _layout(value) for key, value in weights.items()}
         digested = time.monotonic()
-        payload = encode({"digests": digests, "weights": dict(weights)})
+        payload = encode({"digests": digests, "layout": layout, "weights": arrays})
         self._withdraw(name, version)
         slot = self._pool.take(payload.size_bytes)
         payload.write_into(slot.view(payload.size_bytes))
@@ -72,9 +75,26 @@ class WeightStore:
             raise ValueError(f"weights {name!r} version {version} are not staged here")
         self._pool.let_go(staged.slot)
 
-    def handle(self, request: Request) -> "Lend | Future[Any]":
-        """Answers a fetch: at once, or when the version is staged."""
-        name, version = request.args
+    def handle(self, request: Request) -> Any:
+        """Answers "fetch", "layout" or "slices" of a version: at once, or when it is staged."""
+        name, version, *slices = request.args
+        staged = self._find(name, version)
+        if isinstance(staged, Lend) and request.method != "fetch":
+            return self._read(staged, *slices)
+        if isinstance(staged, Future) and request.method != "fetch":
+            return _then(staged, lambda found: self._read(found, *slices))
+        return staged
+
+    def _read(self, staged: Lend, slices: Sequence[tuple[str, Sequence[tuple[int, int]]]] | None = None) -> Tree:
+        """Returns the layout of a version, or slices of its tensors, each with its digest."""
+        tree = decode(staged.slot.view(staged.size_bytes))
+        if slices is None:
+            return tree["layout"]
+        # The ellipsis keeps an array of no dims an array.
+        arrays = [tree["weights"][name][(*(slice(*bounds) for bounds in parts), ...)] for name, parts in slices]
+        return [(array, digest(array)) for array in arrays]
+
+    def _find(self, name: str, version: int) -> "Lend | Future[Any]":
         with self._lock:
             versions = self._staged.get(name, {})
             if version in versions:
@@ -111,6 +131,28 @@ class WeightReader:
                 raise PayloadError(f"weights {name!r} version {version} from {source!r}: {key!r} has another digest")
         self._num_fetched[source, name] = count + 1
         return dict(weights)
+
+
+def _layout(value: Tree) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Returns offset, shape and shape of the whole tensor."""
+    if isinstance(value, Shard):
+        return value.offset, tuple(value.data.shape), value.global_shape
+    shape = tuple(value.shape)
+    return (0,) * len(shape), shape, shape
+
+
+def _then(future: "Future[Any]", change: Callable[[Any], Any]) -> "Future[Any]":
+    """Returns the future of what a future's result is changed into."""
+    changed: Future[Any] = Future()
+
+    def done(finished: "Future[Any]") -> None:
+        try:
+            changed.set_result(change(finished.result()))
+        except Exception as error:
+            changed.set_exception(error)
+
+    future.add_done_callback(done)
+    return changed
 
 
 def digest(value: Tree) -> bytes:

@@ -1,0 +1,201 @@
+"""Weights from n ranks to one of m, cut differently on the way: stage, verify, commit.
+
+Every source stages its shards of a version. A receiver prepares it: it learns who has what, maps or fetches the parts
+it wants, and checks them, while it goes on serving the old version. At its own safe point it commits: the parts are put
+together in buckets and loaded. Killed before, it serves the old version; failed in between, it serves none and says so,
+until it has committed again.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from m2flow.comm import _torch
+from m2flow.comm.errors import CommError, PayloadError
+from m2flow.comm.payload import Tree
+from m2flow.comm.resharding import Box, Piece, cover
+from m2flow.comm.weights import SERVICE, WeightReader, digest
+
+DEFAULT_BUCKET_BYTES = 64 << 20
+# Loads a bucket of whole wanted parts: what the engine at the receiver does with them.
+Load = Callable[[Mapping[str, Tree]], None]
+
+
+class Caller(Protocol):
+    """What a receiver needs of its endpoint."""
+
+    def request(
+        self, peer: str, service: str, method: str, args: Tree = None, *, timeout_s: float | None = None
+    ) -> Tree: ...
+
+    def shares_memory_with(self, peer: str) -> bool: ...
+
+
+class Prepared(NamedTuple):
+    """A version that is complete and checked here: bytes, seconds to get it, seconds to check it."""
+
+    version: int
+    nbytes: int
+    seconds: float
+    digest_seconds: float
+
+
+class _Part(NamedTuple):
+    """A wanted box and the arrays that make it up, each with its own box."""
+
+    box: Box
+    pieces: list[tuple[Box, Tree]]
+
+
+class WeightReceiver:
+    """One rank that takes weights. `wanted` maps names to the boxes it wants; None is every tensor, whole.
+
+    `version` is what it serves, None before the first commit and after a failed one. Not thread-safe: one thread
+    prepares and commits.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        name: str,
+        *,
+        sources: Sequence[str],
+        wanted: Mapping[str, Box] | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        first_source: int = 0,
+    ) -> None:
+        self.version: int | None = None
+        self._caller = caller
+        self._name = name
+        # Receivers that begin with different sources spread their load where shards are copies.
+        shift = first_source % len(sources)
+        self._sources = [*sources[shift:], *sources[:shift]]
+        self._wanted = wanted
+        self._bucket_bytes = bucket_bytes
+        self._reader = WeightReader()
+        self._num_prepared = 0
+        self._prepared: tuple[int, dict[str, _Part]] | None = None
+
+    def prepare(self, version: int, *, timeout_s: float | None = None) -> Prepared:
+        """Gets and checks a version, beside the one that is served. Blocks until the sources have staged it.
+
+        Raises ValueError naming a tensor or part that no source has, PayloadError for bytes that are not those that
+        were staged, PeerLostError or TimeoutError_ naming a source. Whatever it raises, the old version serves on.
+        """
+        started = time.monotonic()
+        layouts = {
+            source: self._caller.request(source, SERVICE, "layout", (self._name, version), timeout_s=timeout_s)
+            for source in self._sources
+        }
+        plan = {name: cover_named(name, box, layouts) for name, box in self._boxes(layouts).items()}
+        shards = {
+            source: {name: Box(*found[:2]) for name, found in layout.items()} for source, layout in layouts.items()
+        }
+        parts: dict[str, _Part] = {name: _Part(box, []) for name, (box, _) in plan.items()}
+        checking_s = 0.0
+        for source in self._sources:
+            asked = [
+                (name, piece.box) for name, (_, pieces) in plan.items() for piece in pieces if piece.source == source
+            ]
+            for name, box, array, seconds in self._pieces(source, version, asked, shards[source], timeout_s):
+                parts[name].pieces.append((box, array))
+                checking_s += seconds
+        self._num_prepared += 1
+        self._prepared = (version, parts)
+        nbytes = sum(int(array.nbytes) for part in parts.values() for _, array in part.pieces)
+        return Prepared(version, nbytes, time.monotonic() - started - checking_s, checking_s)
+
+    def commit(self, load: Load) -> int:
+        """Loads the prepared version, bucket by bucket, and serves it; returns it. Blocks while `load` runs.
+
+        A part that one source holds as it is wanted is given in place, for reading only; others are put together, at
+        most a bucket of them at a time. When `load` raises, nothing is served until a commit succeeds.
+        """
+        if self._prepared is None:
+            raise CommError(f"weights {self._name!r}: nothing is prepared: call prepare first")
+        version, parts = self._prepared
+        self.version = None
+        for bucket in self._buckets(parts):
+            load(bucket)
+        self.version, self._prepared = version, None
+        return version
+
+    def _boxes(self, layouts: Mapping[str, Mapping[str, Tree]]) -> dict[str, Box]:
+        if self._wanted is not None:
+            return dict(self._wanted)
+        whole = {name: found[2] for layout in layouts.values() for name, found in layout.items()}
+        return {name: Box((0,) * len(shape), shape) for name, shape in whole.items()}
+
+    def _pieces(
+        self,
+        source: str,
+        version: int,
+        asked: Sequence[tuple[str, Box]],
+        shards: Mapping[str, Box],
+        timeout_s: float | None,
+    ) -> Iterator[tuple[str, Box, Tree, float]]:
+        """Yields name, box and array of what is asked of a source, and the seconds spent on checking it."""
+        if not asked:
+            return
+        if self._caller.shares_memory_with(source):
+            answer = self._caller.request(source, SERVICE, "fetch", (self._name, version), timeout_s=timeout_s)
+            started = time.monotonic()
+            weights = self._reader.check(source, self._name, version, answer)
+            seconds = time.monotonic() - started
+            for name, box in asked:
+                yield name, box, weights[name][(*box.slices(shards[name]), ...)], seconds
+                seconds = 0.0
+            return
+        # Over a network only what is wanted is moved, a bucket at a time.
+        for start, stop in _runs([box.num_elements() * 8 for _, box in asked], self._bucket_bytes):
+            run = asked[start:stop]
+            slices = [(name, [(part.start, part.stop) for part in box.slices(shards[name])]) for name, box in run]
+            answer = self._caller.request(source, SERVICE, "slices", (self._name, version, slices), timeout_s=timeout_s)
+            for (name, box), (array, expected) in zip(run, answer, strict=True):
+                started = time.monotonic()
+                if digest(array) != expected:
+                    raise PayloadError(f"weights {self._name!r} version {version} of {source!r}: {name!r} was altered")
+                yield name, box, array, time.monotonic() - started
+
+    def _buckets(self, parts: Mapping[str, _Part]) -> Iterator[dict[str, Tree]]:
+        names = list(parts)
+        sizes = [sum(int(array.nbytes) for _, array in parts[name].pieces) for name in names]
+        for start, stop in _runs(sizes, self._bucket_bytes):
+            yield {name: _put_together(parts[name]) for name in names[start:stop]}
+
+
+def cover_named(name: str, box: Box, layouts: Mapping[str, Mapping[str, Tree]]) -> tuple[Box, list[Piece]]:
+    """Returns a wanted box and the pieces that cover it; raises ValueError naming the tensor where that cannot be."""
+    shards = [(source, Box(*layout[name][:2])) for source, layout in layouts.items() if name in layout]
+    if not shards:
+        raise ValueError(f"no source has a tensor {name!r}: want one of those that {', '.join(layouts)} staged")
+    if len(shards[0][1].shape) != len(box.shape):
+        raise ValueError(f"tensor {name!r}: got a box of {len(box.shape)} dims, want {len(shards[0][1].shape)}")
+    try:
+        return box, cover(box, shards)
+    except ValueError as error:
+        raise ValueError(f"tensor {name!r}: {error}") from error
+
+
+def _put_together(part: _Part) -> Tree:
+    if len(part.pieces) == 1 and part.pieces[0][0] == part.box:
+        return part.pieces[0][1]
+    first: Tree = part.pieces[0][1] if part.pieces else np.empty(0)
+    whole = first.new_empty(part.box.shape) if _torch.is_tensor(first) else np.empty(part.box.shape, first.dtype)
+    for box, array in part.pieces:
+        whole[box.slices(part.box)] = array
+    return whole
+
+
+def _runs(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
+    """Yields runs of items whose sizes sum to at most `limit`; one that is larger is a run of its own."""
+    start = total = 0
+    for at, size in enumerate(sizes):
+        if at > start and total + size > limit:
+            yield start, at
+            start, total = at, 0
+        total += size
+    if start < len(sizes):
+        yield start, len(sizes)

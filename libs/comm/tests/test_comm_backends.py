@@ -1,0 +1,148 @@
+"""One suite over every backend: by reference, shared memory, gRPC over TCP and Unix sockets, gloo."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m2flow.comm import Address, Endpoint, PeerLostError, TimeoutError_, explain_route, route
+from m2flow.comm.collectives import spans
+from m2flow.comm.gloo import GlooBackend
+from m2flow.comm.testing import BackendConformance, PatientConformance, Ranks
+
+NAMES = ("r0", "r1", "r2")
+
+
+class TestReference(PatientConformance):
+    hands_over = True
+
+    @pytest.fixture
+    def ranks(self, run_dir: Path) -> Iterator[Ranks]:
+        with ExitStack() as stack:
+            yield tuple(stack.enter_context(Endpoint(run_dir, name, token="t")) for name in NAMES)
+
+    def test_the_object_itself_arrives(self, ranks: Ranks) -> None:
+        array = np.zeros(10)
+        ranks[0].isend("r1", array)
+        assert ranks[1].irecv("r0").result(5) is array
+
+
+class TestSharedMemory(PatientConformance):
+    @pytest.fixture
+    def ranks(self, run_dir: Path) -> Iterator[Ranks]:
+        with ExitStack() as stack:
+            ends = [Endpoint(run_dir, name, token="t", by_reference=False) for name in NAMES]
+            yield tuple(stack.enter_context(end) for end in ends)
+
+
+class TestGrpc(PatientConformance):
+    @pytest.fixture(params=["tcp", "unix"])
+    def ranks(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ranks]:
+        with ExitStack() as stack:
+            ends = [stack.enter_context(Endpoint(tmp_path / name, name, token="t")) for name in NAMES]
+            for end in ends:
+                address = end.listen("127.0.0.1:0" if request.param == "tcp" else f"unix:{tmp_path}/{end.name}.grpc")
+                for other in ends:
+                    other.add_address(end.name, address)
+            yield tuple(ends)
+
+
+class TestGloo(BackendConformance):
+    @pytest.fixture
+    def ranks(self) -> Iterator[Ranks]:
+        store, groups = dist.HashStore(), dict[int, Any]()
+
+        def join(rank: int) -> None:
+            groups[rank] = dist.ProcessGroupGloo(store, rank, 3, timedelta(seconds=20))
+
+        threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        backends = tuple(GlooBackend(groups[rank], NAMES) for rank in range(3))
+        yield backends
+        for backend in backends:
+            backend.close()
+
+
+def test_gloo_refuses_strangers() -> None:
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
+    with pytest.raises(ValueError, match="got 2 names, want 1"):
+        GlooBackend(group, ["a", "b"])
+    backend = GlooBackend(group, ["a"])
+    with pytest.raises(ValueError, match="got peer 'x', want one of a"):
+        backend.isend("x", 1)
+    backend.close()
+
+
+def test_a_receive_from_a_dead_peer_fails_and_names_it(make_endpoint: Any, peer: Any) -> None:
+    a = make_endpoint("a")
+    victim = peer("v", "endpoint.isend('a', 'first'); say('sent'); time.sleep(60)")
+    assert victim.line() == "sent"
+    assert a.recv("v", timeout_s=10) == "first"
+    waiting = a.irecv("v")
+    victim.kill()
+    with pytest.raises(PeerLostError, match="'v' is lost"):
+        waiting.result(5)
+    with pytest.raises(PeerLostError):
+        a.send("v", "x", timeout_s=5)
+    with pytest.raises(PeerLostError):
+        a.recv("v", timeout_s=5)
+
+
+def test_a_receive_that_times_out_names_the_peer(make_endpoint: Any) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    with pytest.raises(TimeoutError_, match=r"waited 0\.\d+ s for b"):
+        a.recv("b", timeout_s=0.05)
+    b.isend("a", "later")
+    assert a.recv("b", timeout_s=5) == "later"
+    assert a._fabric.mailbox.num_states() == 0
+
+
+counts = st.lists(st.integers(0, 9), min_size=1, max_size=6)
+
+
+@given(counts, counts)
+def test_spans_move_every_row_once_and_in_order(sources: list[int], targets: list[int]) -> None:
+    targets[-1] += max(0, sum(sources) - sum(targets))
+    sources[-1] += max(0, sum(targets) - sum(sources))
+    rows = np.arange(sum(sources))
+    given_rows = np.split(rows, np.cumsum(sources)[:-1])
+    taken = [np.full(count, -1) for count in targets]
+    for span in spans(sources, targets):
+        part = given_rows[span.source][span.source_start : span.source_start + span.num_rows]
+        taken[span.target][span.target_start : span.target_start + span.num_rows] = part
+    assert np.concatenate(taken).tolist() == rows.tolist()
+
+
+def test_spans_refuse_unequal_sums() -> None:
+    with pytest.raises(ValueError, match="3 rows to give and 4 to take"):
+        spans([3], [4])
+
+
+@pytest.mark.parametrize(
+    ("target", "payload", "peer_to_peer", "backend"),
+    [
+        (Address("h", "1"), "cpu", True, "reference"),
+        (Address("h", "2"), "cpu", True, "shared_memory"),
+        (Address("i", "1"), "cpu", True, "grpc"),
+        (Address("h", "2", "cuda:1"), "cuda", True, "cuda_ipc"),
+        (Address("i", "2", "cuda:1"), "cuda", True, "nccl"),
+        (Address("i", "2", "cuda:1"), "cuda", False, "grpc_through_host"),
+    ],
+)
+def test_a_route_follows_from_addresses_and_payload(
+    target: Address, payload: Any, peer_to_peer: bool, backend: str
+) -> None:
+    source = Address("h", "1")
+    assert route(source, target, payload, peer_to_peer=peer_to_peer).backend == backend
+    assert backend in explain_route(source, target, payload, peer_to_peer=peer_to_peer)

@@ -1,0 +1,197 @@
+"""Processes that are killed: no memory stays, no reader is disturbed, nothing is lost and nothing doubled."""
+
+import gc
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from m2flow.comm import IterationEnded, Put
+
+# Children of a process that has imported everything and has no endpoint yet: a worker's zygote does the same.
+NURSERY = """
+    import os, signal
+    directory, token = Path(sys.argv[1]), sys.argv[3]
+    endpoint.close()
+    def child(name, work):
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(read)
+            work(Endpoint(directory, name, token=token), write)
+            os._exit(0)
+        os.close(write)
+        return pid, read
+"""
+
+
+def test_a_hundred_killed_owners_leave_no_memory(make_endpoint: Any, peer: Any) -> None:
+    host = make_endpoint("host")
+    host.host_channel("q", producers=[f"o{index}" for index in range(100)], consumers=["host"])
+    channel = host.channel("q", host="host")
+    nursery = peer(
+        "nursery",
+        NURSERY
+        + """
+    def work(endpoint, write):
+        channel = endpoint.channel("q", host="host")
+        for index in range(3):
+            channel.put(np.full(30_000, index, np.float64))
+        channel.close()
+        endpoint.stage_weights("w", 1, {"x": np.ones(30_000)})
+        os.write(write, b"x")
+        time.sleep(60)
+    for index in range(100):
+        pid, read = child(f"o{index}", work)
+        assert os.read(read, 1) == b"x"
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(read)
+    say("done")
+    """,
+    )
+    taken = 0
+    while taken < 300:
+        leases = channel.get_batch(8, timeout_s=30) if taken < 292 else [channel.get(timeout_s=30)]
+        taken += len(leases)
+        assert all(lease.item[-1] in (0, 1, 2) for lease in leases)
+        channel.ack(leases)
+    assert nursery.line() == "done"
+    del leases
+    gc.collect()
+    maps = Path("/proc/self/maps")
+    deadline = time.monotonic() + 5
+    while "m2flow" in maps.read_text() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert "memfd:m2flow" not in maps.read_text()
+    assert not [fd for fd in os.listdir("/proc/self/fd") if "m2flow" in _target(fd)]
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:
+        return ""
+
+
+def test_a_killed_reader_takes_nothing_from_another(make_endpoint: Any, peer: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    trainer.stage_weights("w", 1, {"x": np.full(500_000, 1.0)})
+    kept = rollout.fetch_weights("trainer", "w", 1)["x"]
+    victim = peer("victim", "w = endpoint.fetch_weights('trainer', 'w', 1); say(w['x'][0]); time.sleep(60)")
+    assert victim.line() == "1.0"
+    victim.kill()
+    for version in range(2, 8):
+        trainer.stage_weights("w", version, {"x": np.full(500_000, float(version))})
+        assert rollout.fetch_weights("trainer", "w", version)["x"][-1] == version
+    assert kept.min() == kept.max() == 1
+
+
+RELAY = """
+    source, sink = endpoint.channel("in", host="host"), endpoint.channel("out", host="host")
+    say("up")
+    while True:
+        try:
+            leases = source.get_batch(4, iteration=0)
+        except IterationEnded:
+            break
+        sink.put_many([Put(item={"x": lease.item["x"] + 1}, id=lease.id, iteration=0) for lease in leases])
+        time.sleep(0.002)
+        source.ack(leases)
+    sink.end(0)
+    say("end")
+    time.sleep(60)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_workers_killed_at_any_moment_lose_and_double_nothing(make_endpoint: Any, peer: Any) -> None:
+    host = make_endpoint("host")
+    names = [f"w{index}" for index in range(5)]
+    host.host_channel("in", capacity=32, producers=["host"], consumers=names)
+    host.host_channel("out", producers=names, consumers=["host"])
+    source, sink = host.channel("in", host="host"), host.channel("out", host="host")
+    count = 400
+
+    def feed() -> None:
+        for index in range(count):
+            size = 20_000 if index % 4 == 0 else 10
+            source.put({"x": np.full(size, index)}, id=str(index), iteration=0)
+        source.end(0)
+
+    threading.Thread(target=feed, daemon=True).start()
+    results: dict[str, int] = {}
+    workers = [peer(name, RELAY) for name in names]
+    for name, worker in zip(names[:-1], workers, strict=False):
+        assert worker.line() == "up"
+        collected = 0
+        while collected < 40:
+            leases = sink.get_batch(8, timeout_s=30)
+            _collect(leases, results)
+            sink.ack(leases)
+            collected += len(leases)
+        os.kill(worker.process.pid, signal.SIGKILL)
+        worker.process.wait()
+        host.announce_successor("out", lost=name, successor=names[-1])
+    while len(results) < count:
+        leases = sink.get_batch(16, timeout_s=30)
+        _collect(leases, results)
+        sink.ack(leases)
+    assert workers[-1].line() == "up"
+    assert workers[-1].line() == "end"
+    assert results == {str(index): index + 1 for index in range(count)}
+    assert source.stats().leased == source.stats().queued == 0
+    host.set_channel_members("out", producers=["host"], consumers=["host"])
+    sink.end(0)
+    with pytest.raises(IterationEnded):
+        sink.get(iteration=0)
+
+
+def _collect(leases: list[Any], results: dict[str, int]) -> None:
+    for lease in leases:
+        assert lease.id not in results, "an output came twice"
+        results[lease.id] = int(lease.item["x"][0])
+
+
+def test_an_endpoint_made_after_a_fork_works(peer: Any, make_endpoint: Any) -> None:
+    a = make_endpoint("a")
+    nursery = peer(
+        "nursery",
+        NURSERY
+        + """
+    def work(endpoint, write):
+        endpoint.handle("echo", lambda request: request.args)
+        os.write(write, b"x")
+        time.sleep(60)
+    pid, read = child("b", work)
+    os.read(read, 1)
+    say(pid)
+    time.sleep(60)
+    """,
+    )
+    pid = int(nursery.line())
+    assert a.request("b", "echo", "", np.arange(100_000), timeout_s=10).size == 100_000
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_put_many_in_batches_keeps_order_across_a_host(make_endpoint: Any) -> None:
+    host, producer, consumer = make_endpoint("host"), make_endpoint("p"), make_endpoint("c")
+    host.host_channel("q", capacity=16, producers=["p"], consumers=["c"])
+    puts, gets = producer.channel("q", host="host"), consumer.channel("q", host="host")
+
+    def feed() -> None:
+        puts.put_many([Put(item=index) for index in range(200)])
+        puts.end(0)
+
+    threading.Thread(target=feed, daemon=True).start()
+    taken: list[int] = []
+    while len(taken) < 200:
+        leases = gets.get_batch(7, timeout_s=10)
+        taken += [lease.item for lease in leases]
+        gets.ack(leases)
+    assert taken == list(range(200))

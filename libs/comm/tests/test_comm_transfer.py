@@ -1,0 +1,202 @@
+"""Weights from n ranks to m, cut in any way at both ends: every element arrives once, checked, at the safe point."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2flow.comm import Box, CommError, Endpoint, PayloadError, PeerLostError, RemoteError, Shard, transfer
+from m2flow.comm.resharding import cover, overlap, subtract
+
+boxes = st.integers(1, 3).flatmap(
+    lambda ndim: st.tuples(
+        st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=ndim, max_size=ndim),
+        st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=ndim, max_size=ndim),
+    )
+)
+
+
+def cells(box: Box) -> np.ndarray[Any, Any]:
+    grid = np.zeros((10,) * len(box.shape), int)
+    grid[box.slices(Box((0,) * len(box.shape), grid.shape))] = 1
+    return grid
+
+
+@given(boxes)
+def test_subtract_and_overlap_part_a_box(pair: Any) -> None:
+    a, b = (Box(tuple(start for start, _ in dims), tuple(size for _, size in dims)) for dims in pair)
+    shared = overlap(a, b)
+    total = sum((cells(part) for part in subtract(a, b)), np.zeros_like(cells(a)))
+    if shared is not None:
+        total = total + cells(shared)
+    assert np.array_equal(total, cells(a))
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=4), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data()
+)
+@settings(deadline=None)
+def test_cover_takes_every_element_once(rows: list[int], columns: list[int], data: st.DataObject) -> None:
+    shape = (sum(rows), sum(columns))
+    by_rows = [Box((sum(rows[:at]), 0), (size, shape[1])) for at, size in enumerate(rows)]
+    by_columns = [Box((0, sum(columns[:at])), (shape[0], size)) for at, size in enumerate(columns)]
+    shards = [(f"s{at}", box) for at, box in enumerate(data.draw(st.permutations(by_rows + by_columns)))]
+    wanted = data.draw(st.sampled_from([*by_rows, *by_columns, Box((0, 0), shape)]))
+    count = np.zeros(shape, int)
+    for piece in cover(wanted, shards):
+        count[piece.box.slices(Box((0, 0), shape))] += 1
+        assert overlap(piece.box, dict(shards)[piece.source]) == piece.box
+    expected = np.zeros(shape, int)
+    expected[wanted.slices(Box((0, 0), shape))] = 1
+    assert np.array_equal(count, expected)
+
+
+def test_what_nobody_has_is_named() -> None:
+    with pytest.raises(ValueError, match=r"nobody has offset \(2,\) shape \(2,\)"):
+        cover(Box((0,), (4,)), [("a", Box((0,), (2,)))])
+    with pytest.raises(ValueError, match="want it inside"):
+        Shard(np.zeros((3, 3)), (0, 1), (3, 3))
+
+
+FULL = {
+    "rows": torch.arange(7 * 6, dtype=torch.float32).reshape(7, 6).to(torch.bfloat16),
+    "columns": np.arange(6 * 9, dtype=np.float32).reshape(6, 9),
+    "copied": torch.randn(5),
+    "scalar": np.array(3.0),
+}
+
+
+def split(size: int, count: int, rank: int) -> tuple[int, int]:
+    """Returns start and length of a rank's uneven share."""
+    bounds = np.linspace(0, size, count + 1).astype(int)
+    return int(bounds[rank]), int(bounds[rank + 1] - bounds[rank])
+
+
+def sharded(rank: int, count: int) -> dict[str, Any]:
+    """Returns a trainer rank's shards of FULL."""
+    row, num_rows = split(7, count, rank)
+    column, num_columns = split(9, count, rank)
+    return {
+        "rows": Shard(FULL["rows"][row : row + num_rows], (row, 0), (7, 6)),
+        "columns": Shard(FULL["columns"][:, column : column + num_columns], (0, column), (6, 9)),
+        "copied": FULL["copied"],
+        "scalar": FULL["scalar"],
+    }
+
+
+def wanted(rank: int, count: int) -> dict[str, Box]:
+    """Returns what a rollout rank wants: cut the other way round."""
+    column, num_columns = split(6, count, rank)
+    row, num_rows = split(6, count, rank)
+    return {
+        "rows": Box((0, column), (7, num_columns)),
+        "columns": Box((row, 0), (num_rows, 9)),
+        "copied": Box((0,), (5,)),
+        "scalar": Box((), ()),
+    }
+
+
+@pytest.mark.parametrize(("num_sources", "num_targets"), [(1, 1), (2, 1), (1, 3), (3, 2), (2, 4)])
+@pytest.mark.parametrize("way", ["memory", "grpc"])
+def test_any_n_to_any_m(tmp_path: Path, num_sources: int, num_targets: int, way: str) -> None:
+    def directory(name: str) -> Path:
+        return tmp_path / (name if way == "grpc" else "run")
+
+    sources = [Endpoint(directory(f"t{rank}"), f"t{rank}", token="t") for rank in range(num_sources)]
+    targets = [Endpoint(directory(f"r{rank}"), f"r{rank}", token="t") for rank in range(num_targets)]
+    try:
+        for source in sources if way == "grpc" else ():
+            address = source.listen("127.0.0.1:0")
+            for target in targets:
+                target.add_address(source.name, address)
+        for rank, source in enumerate(sources):
+            source.stage_weights("policy", 4, sharded(rank, num_sources))
+        for rank, target in enumerate(targets):
+            boxes = wanted(rank, num_targets)
+            names = [source.name for source in sources]
+            receiver = target.weight_receiver("policy", sources=names, wanted=boxes, bucket_bytes=64, first_source=rank)
+            prepared = receiver.prepare(4, timeout_s=20)
+            assert receiver.version is None
+            loaded: dict[str, Any] = {}
+            assert receiver.commit(loaded.update) == receiver.version == prepared.version == 4
+            for name, box in boxes.items():
+                whole = Box((0,) * len(box.shape), tuple(FULL[name].shape))
+                expected = FULL[name][box.slices(whole)]
+                assert loaded[name].dtype == expected.dtype
+                assert tuple(loaded[name].shape) == box.shape
+                assert bool((loaded[name] == expected).all())
+    finally:
+        for endpoint in [*targets, *sources]:
+            endpoint.close()
+
+
+def test_a_failure_before_commit_leaves_the_old_version_and_one_during_it_none(make_endpoint: Any, peer: Any) -> None:
+    rollout = make_endpoint("rollout")
+    trainer = peer(
+        "trainer",
+        """
+        for version in (1, 2):
+            endpoint.stage_weights("policy", version, {"x": np.full(100_000, version)})
+        say("staged")
+        time.sleep(60)
+        """,
+    )
+    assert trainer.line() == "staged"
+    receiver = rollout.weight_receiver("policy", sources=["trainer"])
+    loaded: dict[str, Any] = {}
+    receiver.prepare(1, timeout_s=10)
+    receiver.commit(loaded.update)
+    receiver.prepare(2, timeout_s=10)
+    with pytest.raises(CommError, match=r"waited 0\.\d+ s for trainer"):
+        receiver.prepare(3, timeout_s=0.1)
+    assert receiver.version == 1
+
+    def fail(bucket: Any) -> None:
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError):
+        receiver.commit(fail)
+    assert receiver.version is None
+    trainer.kill()
+    with pytest.raises(PeerLostError):
+        receiver.prepare(3, timeout_s=10)
+    # What was prepared is held here: its trainer's death does not take it.
+    receiver.commit(loaded.update)
+    assert receiver.version == 2
+    assert loaded["x"].max() == loaded["x"].min() == 2
+    with pytest.raises(CommError, match="nothing is prepared"):
+        receiver.commit(loaded.update)
+
+
+def test_what_is_wanted_and_missing_is_named(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    trainer.stage_weights("policy", 1, {"x": Shard(np.zeros(2), (0,), (4,))})
+    for boxes, message in (
+        ({"y": Box((0,), (1,))}, "no source has a tensor 'y'"),
+        ({"x": Box((0,), (4,))}, r"tensor 'x': nobody has offset \(2,\)"),
+        ({"x": Box((0, 0), (1, 1))}, "got a box of 2 dims, want 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rollout.weight_receiver("policy", sources=["trainer"], wanted=boxes).prepare(1, timeout_s=5)
+
+
+def test_an_altered_slice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Endpoint(tmp_path / "t", "t", token="t") as trainer, Endpoint(tmp_path / "r", "r", token="t") as rollout:
+        rollout.add_address("t", trainer.listen("127.0.0.1:0"))
+        trainer.stage_weights("policy", 1, {"x": np.arange(100)})
+        monkeypatch.setattr(transfer, "digest", lambda value: b"another")
+        with pytest.raises(PayloadError, match="'x' was altered"):
+            rollout.weight_receiver("policy", sources=["t"]).prepare(1, timeout_s=10)
+
+
+def test_layout_waits_for_the_version_and_refuses_old_ones(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    asked = rollout.request_async("trainer", "m2flow.weights", "layout", ("policy", 5))
+    trainer.stage_weights("policy", 5, {"x": np.zeros((2, 3))})
+    assert asked.result(5) == {"x": ((0, 0), (2, 3), (2, 3))}
+    with pytest.raises(RemoteError, match="withdrawn"):
+        rollout.request("trainer", "m2flow.weights", "layout", ("policy", 1))

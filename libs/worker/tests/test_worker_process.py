@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from m2flow.worker import AgentAddress, Cluster, LaunchError, Session, WorkerFailed, launch_run
+from m2flow.worker import AgentAddress, Cluster, GroupSpec, LaunchError, Session, WorkerFailed, launch_run
 from m2flow.worker.testing import Probe, RetryProbe
 from m2flow.worker.testing.torch_probe import TorchProbe
 
@@ -170,3 +170,29 @@ def test_a_failure_reaches_every_waiting_call(private: Path) -> None:
             waiting.result(5)
     assert (caught.value.rank, caught.value.phase) == (0, "idle")
     assert caught.value.cause.startswith("SIGKILL")
+
+
+@pytest.mark.timeout(60)
+def test_a_module_that_starts_threads_is_started_cold(private: Path) -> None:
+    with launch_run(Cluster.virtual(2), on_log=lambda *_: None) as session:
+        agent = agent_of(session)
+        group = session.start(
+            GroupSpec(
+                "threaded",
+                "m2flow.worker.testing.threaded_probe:ThreadedProbe",
+                {"size": 3},
+                ("whoami", "die"),
+                (),
+                device_kind="virtual",
+                on_death="retry",
+            ),
+            "0-1",
+        )
+        answers = group.whoami().result(10)
+        assert [(answer["rank"], answer["config"], answer["torch"]) for answer in answers] == [
+            (0, {"size": 3}, False),
+            (1, {"size": 3}, False),
+        ]
+        group.kill(1)
+        assert group.on(1).whoami().result(30)[0]["pid"] != answers[1]["pid"]
+    wait_for_end(agent, private)

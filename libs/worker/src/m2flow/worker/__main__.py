@@ -3,6 +3,7 @@
 serve   waits to be joined by a driver, as `launch_run(agents={node: AgentAddress(address, token)})`
 reward  serves a reward function as `m2flow.proto.algos.v1.RewardService`
 agent   a launcher's agent; it reads what it needs from standard input
+rank    a rank of an agent that cannot fork it
 tasks   a reward pool's template
 """
 
@@ -12,7 +13,7 @@ import sys
 from pathlib import Path
 
 from m2flow.worker._tasks import run_tasks
-from m2flow.worker.launchers._entry import run_agent
+from m2flow.worker.launchers._entry import run_agent, run_cold_rank
 from m2flow.worker.target import resolve_target
 
 _TOKEN = "M2FLOW_TOKEN"
@@ -23,6 +24,8 @@ def main(arguments: list[str]) -> None:
     options = _parser().parse_args(arguments)
     if options.command == "agent":
         run_agent()
+    elif options.command == "rank":
+        run_cold_rank()
     elif options.command == "tasks":
         run_tasks(options.target, options.num_processes)
     elif options.command == "reward":
@@ -48,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     reward.add_argument("--address", required=True, help="where to serve, as HOST:PORT; port 0 takes a free one")
     reward.add_argument("--num-processes", type=int, default=os.cpu_count() or 1)
     commands.add_parser("agent")
+    commands.add_parser("rank")
     tasks = commands.add_parser("tasks")
     tasks.add_argument("target")
     tasks.add_argument("num_processes", type=int)

@@ -18,8 +18,10 @@ def cause_of(failure: BaseException) -> str:
 
 
 def traceback_of(failure: BaseException) -> str:
-    """The traceback without the frame of the runtime that called the worker."""
+    """The traceback without the frame of the runtime that called the worker; empty where there is no other frame."""
     below = failure.__traceback__.tb_next if failure.__traceback__ else None
+    if below is None:
+        return ""
     return "".join(traceback.format_exception(type(failure), failure, below))
 
 

@@ -9,9 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -32,23 +31,22 @@ class _Job:
     phase: str
     run: Callable[[], Any]
     cancelled: bool = False
-    answer: "Future[pb.SessionResponse]" = field(default_factory=Future)
 
 
 class _Lane:
-    """A queue of jobs; `run` takes them until `stop`."""
+    """A queue of jobs; `run` takes them until `stop`, and reports what came of each."""
 
-    def __init__(self, context: WorkerContext, guard: AbstractContextManager[Any]) -> None:
+    def __init__(self, context: WorkerContext, guard: AbstractContextManager[Any], report: Report) -> None:
         self._context = context
+        self._report = report
         self._guard = guard
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._pending: dict[int, _Job] = {}
         self.phase = "idle"
 
-    def submit(self, job: _Job) -> "Future[pb.SessionResponse]":
+    def submit(self, job: _Job) -> None:
         self._pending[job.call_id] = job
         self._jobs.put(job)
-        return job.answer
 
     def cancel(self, call_id: int) -> None:
         if (job := self._pending.get(call_id)) is not None:
@@ -60,13 +58,11 @@ class _Lane:
     def run(self) -> None:
         while (job := self._jobs.get()) is not None:
             del self._pending[job.call_id]
-            if job.cancelled:
-                job.answer.set_result(pb.SessionResponse(id=job.call_id))
-                continue
-            self.phase = job.phase
-            answer = self._answer(job)
-            self.phase = "idle"
-            job.answer.set_result(answer)
+            if not job.cancelled:
+                self.phase = job.phase
+                answer = self._answer(job)
+                self.phase = "idle"
+                self._report(answer)
 
     def _answer(self, job: _Job) -> pb.SessionResponse:
         context = self._context
@@ -91,7 +87,8 @@ class _Lane:
 class RankHost:
     """One rank of a group, in this process.
 
-    `report` hears that it is up, or why it is not. `handle` takes what an agent passes on to it.
+    `report` hears that it is up, or why it is not, and then its answers, on the threads that made them. `handle` takes
+    what it is asked.
     """
 
     def __init__(self, order: pb.StartWorker, endpoint: Endpoint, report: Report) -> None:
@@ -106,10 +103,9 @@ class RankHost:
             run_dir=Path(order.run_dir),
             attempt=order.attempt,
         )
-        self._lane = _Lane(self.context, self.context.turn)
+        self._lane = _Lane(self.context, self.context.turn, report)
         self._lanes: dict[str, _Lane] = {"": self._lane}
         self._objects: dict[str, Any] = {}
-        self._seen: set[int] = set()
         self._threads: list[threading.Thread] = []
 
     def run(self) -> bool:
@@ -133,25 +129,18 @@ class RankHost:
             lane.stop()
         return True
 
-    def handle(self, request: pb.SessionRequest) -> "Future[pb.SessionResponse]":
-        """Queues a call or an attachment, gives one up, or asks for the end. Does not block; never raises.
-
-        What was asked before, by its id, is not done twice: a driver repeats what may have been lost with an earlier
-        process of this rank.
-        """
+    def handle(self, request: pb.SessionRequest) -> None:
+        """Queues a call or an attachment, gives one up, or asks for the end. Does not block."""
         kind = request.WhichOneof("kind")
-        if kind == "call" and self._is_new(request.id, request.call.attached):
-            return self._call(request.id, request.call)
-        if kind == "attach" and self._is_new(request.id, ""):
-            return self._attach(request.id, request.attach)
-        if kind == "cancel":
+        if kind == "call":
+            self._call(request.id, request.call)
+        elif kind == "attach":
+            self._attach(request.id, request.attach)
+        elif kind == "cancel":
             for lane in self._lanes.values():
                 lane.cancel(request.cancel.call_id)
         elif kind == "stop":
             self._lane.stop()
-        done: Future[pb.SessionResponse] = Future()
-        done.set_result(pb.SessionResponse(id=request.id))
-        return done
 
     def busy_with(self) -> list[str]:
         """The phases of its lanes that run something now."""
@@ -163,22 +152,16 @@ class RankHost:
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
 
-    def _is_new(self, call_id: int, attached: str) -> bool:
-        if call_id in self._seen or attached not in self._lanes:
-            return False
-        self._seen.add(call_id)
-        return True
-
-    def _call(self, call_id: int, call: pb.Call) -> "Future[pb.SessionResponse]":
+    def _call(self, call_id: int, call: pb.Call) -> None:
         phase = f"{call.attached}.{call.method}" if call.attached else call.method
 
         def run() -> Any:
             return getattr(self._objects[call.attached], call.method)(*decode(call.arguments))
 
-        return self._lanes[call.attached].submit(_Job(call_id, phase, run))
+        self._lanes[call.attached].submit(_Job(call_id, phase, run))
 
-    def _attach(self, call_id: int, attach: pb.Attach) -> "Future[pb.SessionResponse]":
-        lane = self._lanes[attach.name] = _Lane(self.context, nullcontext())
+    def _attach(self, call_id: int, attach: pb.Attach) -> None:
+        lane = self._lanes[attach.name] = _Lane(self.context, nullcontext(), self._report)
 
         def run() -> None:
             build = resolve_target(attach.target)
@@ -188,7 +171,7 @@ class RankHost:
         thread = threading.Thread(target=lane.run, name=name, daemon=True)
         thread.start()
         self._threads.append(thread)
-        return lane.submit(_Job(call_id, f"{attach.name}.start", run))
+        lane.submit(_Job(call_id, f"{attach.name}.start", run))
 
 
 def failure_of(failure: BaseException, group: str, rank: int, phase: str, call_id: int) -> pb.SessionResponse:

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Protocol
 
 from m2flow.proto.worker.v1 import worker_pb2 as pb
@@ -23,8 +22,8 @@ class Ranks(Protocol):
     def start(self, order: pb.StartWorker) -> None:
         """Begins to start a rank. Does not block."""
 
-    def ask(self, key: RankKey, request: pb.SessionRequest) -> "Future[pb.SessionResponse]":
-        """Passes a request on to a rank. Does not block; a rank that has gone fails the future."""
+    def ask(self, key: RankKey, request: pb.SessionRequest) -> None:
+        """Passes a request on to a rank, whose answer is emitted. Does not block; a rank that has gone is no error."""
 
     def stop(self, key: RankKey, grace_s: float) -> None:
         """Asks a rank to end, and ends it after the grace. Does not block."""
@@ -82,7 +81,7 @@ class NodeAgent:
             rank = self._known.get(key)
             if rank is None or rank.gone:
                 return  # It has died since; the driver hears of that by its own report.
-        self._ranks.ask(key, request).add_done_callback(self._on_answer)
+        self._ranks.ask(key, request)
 
     def _stop(self, key: RankKey, grace_s: float) -> None:
         with self._mutex:
@@ -94,16 +93,11 @@ class NodeAgent:
             rank.stopping = True
         self._ranks.stop(key, grace_s)
 
-    def _on_answer(self, done: "Future[pb.SessionResponse]") -> None:
-        # A rank that has gone does not answer: its exit is what is reported.
-        if done.exception() is None and done.result().WhichOneof("kind") is not None:
-            self._emit(done.result())
-
     def _on_event(self, event: pb.SessionResponse) -> None:
         kind = event.WhichOneof("kind")
         if kind == "stopped":
             self._ended((event.stopped.group, event.stopped.rank), event)
-        elif kind == "failure":
+        elif kind == "failure" and not event.id:
             self._fail((event.failure.group, event.failure.rank), event)
         else:
             if kind == "started":
@@ -139,7 +133,7 @@ class NodeAgent:
 
 
 def addressees(request: pb.SessionRequest) -> list[RankKey]:
-    """The ranks that a call, an attachment or a cancellation is for."""
+    """The ranks that a request is for themselves: a call, an attachment, a cancellation, a polite stop."""
     kind = request.WhichOneof("kind")
     if kind == "call":
         return [(request.call.group, rank) for rank in request.call.ranks]
@@ -147,4 +141,6 @@ def addressees(request: pb.SessionRequest) -> list[RankKey]:
         return [(request.attach.group, rank) for rank in request.attach.ranks]
     if kind == "cancel":
         return [(request.cancel.group, rank) for rank in request.cancel.ranks]
+    if kind == "stop" and request.stop.grace_s > 0:
+        return [(request.stop.group, request.stop.rank)]
     return []

@@ -6,9 +6,11 @@ Device ids are global: they count up over the nodes in their order, and over eac
 import os
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from m2flow.worker.device import Device
 
@@ -57,6 +59,19 @@ class Cluster:
                 for number in range(num_devices)
             )
         )
+
+    @classmethod
+    def from_nodes(cls, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> "Cluster":
+        """The cluster of what was found on each node: kind, memory_bytes, labels and cores of its devices, in order."""
+        devices = []
+        for node, rows in found.items():
+            counts: Counter[str] = Counter()
+            for row in rows:
+                kind = row["kind"]
+                labels, cores = dict(row["labels"]), tuple(row["cores"])
+                devices.append(Device(0, node, kind, counts[kind], row["memory_bytes"], labels, cores))
+                counts[kind] += 1
+        return cls.of(devices)
 
     def with_resource(
         self,

@@ -21,6 +21,7 @@ from m2flow.worker.target import resolve_target
 LAUNCHERS: Mapping[str, str] = {
     "inproc": "m2flow.worker.launchers.inproc:connect",
     "process": "m2flow.worker.launchers.process:connect",
+    "ray": "m2flow.worker.launchers.ray:connect",
 }
 """Each launcher's way in, by name, so that one that is not used is not imported."""
 

@@ -22,6 +22,7 @@ from m2flow.worker._verdict import Verdict
 from m2flow.worker._wire import device_to_proto, failure_from_proto, failure_report
 from m2flow.worker.call import CallHandle, Outcome
 from m2flow.worker.cluster import Cluster
+from m2flow.worker.device import Device
 from m2flow.worker.errors import CallTimeout, LaunchError, PlacementError, SessionClosedError, WorkerFailed
 from m2flow.worker.group import WorkerGroup
 from m2flow.worker.placement import Placement, parse_placement
@@ -291,6 +292,7 @@ class Session:
                     config=config,
                     devices=map(device_to_proto, devices),
                     run_dir=str(self.run_dir),
+                    environment=_environment(devices),
                 )
                 self._ranks[spec.name, rank] = _Rank(self._links[devices[0].node], order, spec.on_death)
                 self._starting[spec.name, rank] = handle
@@ -460,6 +462,12 @@ class Session:
                 known.leaving = True
             stop = pb.StopWorker(group=key[0], rank=key[1], grace_s=grace_s)
             known.link.send(pb.SessionRequest(stop=stop))
+
+
+def _environment(devices: Sequence[Device]) -> dict[str, str]:
+    """What a rank's process must see of its devices: of CUDA its own alone, which it counts from 0."""
+    cuda = [device.labels["uuid"] for device in devices if device.kind == "cuda"]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(cuda)} if cuda else {}
 
 
 def _alike(arguments: dict[int, tuple[Any, ...]]) -> Iterator[tuple[list[int], tuple[Any, ...]]]:

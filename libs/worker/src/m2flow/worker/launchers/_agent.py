@@ -7,16 +7,16 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from m2flow.comm import Endpoint, Request
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.proto.worker.v1 import worker_pb2_grpc
 from m2flow.worker._node import Emit, NodeAgent, RankKey, Ranks
 from m2flow.worker._wire import PROTOCOL_VERSION, failure_report
 from m2flow.worker.launchers._boot import Boot
+from m2flow.worker.launchers._control import ControlServer
 from m2flow.worker.launchers._frames import receive_frame, send_frame
 from m2flow.worker.launchers._link import GRPC_OPTIONS, session_address
 
@@ -25,14 +25,13 @@ _GOODBYE_S = 1.0
 
 
 class ProcessRanks:
-    """Ranks that are processes, forked by a zygote and reached through the run's fabric."""
+    """Ranks that are processes, forked by a zygote; a driver elsewhere reaches them through this process."""
 
     def __init__(self, boot: Boot, zygote: socket.socket, emit: Emit) -> None:
         self._emit = emit
         self._zygote = zygote
         self._sending = threading.Lock()
-        self._endpoint = Endpoint(boot.path, boot.agent, token=boot.token)
-        self._endpoint.handle("node", self._on_request)
+        self._control = None if boot.driver_hears else ControlServer(boot.control, boot.token, emit)
         self._closing = False
         self.lost = threading.Event()
         threading.Thread(target=self._read, name="zygote", daemon=True).start()
@@ -40,19 +39,9 @@ class ProcessRanks:
     def start(self, order: pb.StartWorker) -> None:
         self._tell(pb.SessionRequest(start=order))
 
-    def ask(self, key: RankKey, request: pb.SessionRequest) -> "Future[pb.SessionResponse]":
-        answer: Future[pb.SessionResponse] = Future()
-
-        def on_done(done: "Future[bytes]") -> None:
-            failure = done.exception()
-            if failure is None:
-                answer.set_result(pb.SessionResponse.FromString(done.result()))
-            else:
-                answer.set_exception(failure)
-
-        asked = self._endpoint.request_async(f"{key[0]}.{key[1]}", "rank", "ask", request.SerializeToString())
-        asked.add_done_callback(on_done)
-        return answer
+    def ask(self, key: RankKey, request: pb.SessionRequest) -> None:
+        if self._control is not None:
+            self._control.send(key, request.SerializeToString())
 
     def stop(self, key: RankKey, grace_s: float) -> None:
         request = pb.SessionRequest(stop=pb.StopWorker(group=key[0], rank=key[1], grace_s=grace_s))
@@ -65,16 +54,14 @@ class ProcessRanks:
 
     def close(self) -> None:
         self._closing = True
-        self._endpoint.close()
+        if self._control is not None:
+            self._control.close()
         self._zygote.shutdown(socket.SHUT_WR)
         self.lost.wait()
 
     def _tell(self, request: pb.SessionRequest) -> None:
         with self._sending:
             send_frame(self._zygote, request)
-
-    def _on_request(self, request: Request) -> None:
-        self._emit(pb.SessionResponse.FromString(request.args))
 
     def _read(self) -> None:
         while (event := receive_frame(self._zygote, pb.SessionResponse)) is not None:

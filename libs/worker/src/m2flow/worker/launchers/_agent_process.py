@@ -26,6 +26,8 @@ class AgentOptions:
     address: str = ""
     preload: Sequence[str] = ()
     allow: Sequence[str] = ()
+    owns_directory: bool = True
+    driver_hears: bool = False
 
 
 class AgentProcess:
@@ -44,6 +46,8 @@ class AgentProcess:
             address=options.address,
             preload=tuple(options.preload),
             allow=tuple(options.allow),
+            owns_directory=options.owns_directory,
+            driver_hears=options.driver_hears,
         )
         self._process = subprocess.Popen(
             [*MODULE, "agent"],

@@ -9,10 +9,11 @@ from pathlib import Path
 class Boot:
     """`directory` is the run's private one, for sockets; `liveness_fd` reads end-of-file when the driver is gone.
 
-    The agent listens at `address`, "HOST:PORT", or in the directory where that is empty, and writes the address that it
-    got to `ready_fd`, which it closes. `agent` is its name in the fabric. `preload` names modules to import before the
-    first fork. Ranks are of the classes that `allow` names, or of any where it names none. The token is here, and not
-    in the arguments, because every user of a machine may read those.
+    The directory is removed at the end where it is `owns_directory`. The agent listens at `address`, "HOST:PORT", or in
+    the directory where that is empty, and writes the address that it got to `ready_fd`, which it closes. `agent` is its
+    name there. `preload` names modules to import before the first fork. Ranks report to the driver itself where
+    `driver_hears`, else to the agent; they are of the classes that `allow` names, or of any where it names none. The
+    token is here, and not in the arguments, because every user of a machine may read those.
     """
 
     directory: str
@@ -23,6 +24,8 @@ class Boot:
     address: str = ""
     preload: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
+    owns_directory: bool = True
+    driver_hears: bool = False
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -35,6 +38,16 @@ class Boot:
         return cls(**{**fields, "preload": tuple(fields["preload"]), "allow": tuple(fields["allow"])})
 
     @property
+    def control(self) -> Path:
+        """Where this agent's ranks are told and heard."""
+        return control_path(self.path, self.agent)
+
+    @property
     def path(self) -> Path:
         """The private directory."""
         return Path(self.directory)
+
+
+def control_path(directory: Path, agent: str) -> Path:
+    """The socket at which the ranks of an agent are told and heard, by the driver itself or by the agent."""
+    return directory / f"{agent}.control"

@@ -1,11 +1,13 @@
-"""The first moments of an agent process: it forks its zygote while it is still small, then becomes the agent."""
+"""The first moments of an agent, which forks its zygote while it is still small, and of a rank that starts cold."""
 
 import os
 import signal
 import socket
 import sys
 
+from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.worker.launchers._boot import Boot
+from m2flow.worker.launchers._rank import run_rank
 from m2flow.worker.launchers._zygote import Zygote
 from m2flow.worker.target import resolve_target
 
@@ -25,6 +27,17 @@ def run_agent() -> None:
     # By name, because gRPC starts threads and must not be there when the zygote is forked.
     resolve_target("m2flow.worker.launchers._agent:serve")(boot, ours)
     os.waitpid(pid, 0)
+
+
+def run_cold_rank() -> None:
+    """Reads a `Boot`, a descriptor to watch and a `StartWorker` from standard input, and becomes that rank. Blocks."""
+    stdin = sys.stdin.buffer
+    boot = Boot.from_json(stdin.readline().decode())
+    life_fd = int(stdin.readline())
+    order = pb.StartWorker.FromString(stdin.read())
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(run_rank(order, boot, [boot.liveness_fd, life_fd]))
 
 
 def _be_zygote(boot: Boot, agent: socket.socket) -> None:

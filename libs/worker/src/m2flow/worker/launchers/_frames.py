@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-_LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<I")
+"""What stands before a message: its size in bytes."""
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
@@ -14,15 +15,15 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 def send_frame(sock: socket.socket, message: Message) -> None:
     """Sends one message. Blocks while the socket's buffer is full; raises OSError when the other end has gone."""
     body = message.SerializeToString()
-    sock.sendall(_LENGTH.pack(len(body)) + body)
+    sock.sendall(LENGTH.pack(len(body)) + body)
 
 
 def receive_frame(sock: socket.socket, kind: type[AnyMessage]) -> AnyMessage | None:
     """The next message, or None when the other end has gone. Blocks."""
-    head = _receive(sock, _LENGTH.size)
+    head = _receive(sock, LENGTH.size)
     if head is None:
         return None
-    body = _receive(sock, _LENGTH.unpack(head)[0])
+    body = _receive(sock, LENGTH.unpack(head)[0])
     return None if body is None else kind.FromString(body)
 
 

@@ -2,7 +2,6 @@
 
 import queue
 import threading
-from concurrent.futures import Future
 from pathlib import Path
 
 import grpc
@@ -12,6 +11,8 @@ from m2flow.proto.worker.v1 import worker_pb2_grpc
 from m2flow.worker._node import addressees
 from m2flow.worker._wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from m2flow.worker.errors import LaunchError
+from m2flow.worker.launchers._boot import control_path
+from m2flow.worker.launchers._control import ControlServer
 from m2flow.worker.session import Wiring
 
 # A peer whose machine or cable has gone sends no end-of-file: it is asked, and given up without an answer.
@@ -87,25 +88,31 @@ class GrpcLink:
 
 
 class LocalLink(GrpcLink):
-    """A session with an agent of this machine: what is for ranks goes to them directly, through the run's fabric."""
+    """A session with an agent of this machine, whose ranks are told and heard directly."""
+
+    def __init__(self, address: str, wiring: Wiring, control: ControlServer) -> None:
+        self._control = control
+        super().__init__(address, wiring)
 
     def send(self, request: pb.SessionRequest) -> None:
         """Says something to the agent, or to ranks. Does not block."""
-        to_ranks = addressees(request)
-        if not to_ranks:
+        kind = request.WhichOneof("kind")
+        if kind in ("call", "attach", "cancel", "stop"):
+            told = request.SerializeToString()
+            for key in addressees(request):
+                self._control.send(key, told)
+        if kind not in ("call", "attach", "cancel"):
             super().send(request)
-            return
-        told = request.SerializeToString()
-        for group, rank in to_ranks:
-            asked = self._wiring.endpoint.request_async(f"{group}.{rank}", "rank", "ask", told)
-            asked.add_done_callback(self._on_answer)
 
-    def _on_answer(self, done: "Future[bytes]") -> None:
-        if done.exception() is not None:
-            return  # The rank has gone; its exit is reported by the agent, or it is repeated to its next process.
-        response = pb.SessionResponse.FromString(done.result())
-        if response.WhichOneof("kind") is not None:
-            self._wiring.on_response(response)
+    def close(self) -> None:
+        """Ends the session and waits until the agent has ended its ranks."""
+        super().close()
+        self._control.close()
+
+
+def control_server(wiring: Wiring, agent: str) -> ControlServer:
+    """Listens for the ranks of an agent of this machine; made before the agent is started."""
+    return ControlServer(control_path(wiring.directory, agent), wiring.token, wiring.on_response)
 
 
 def _details(failure: object) -> str:

@@ -6,12 +6,12 @@ import select
 import signal
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 
-from m2flow.comm import Endpoint, Request
+from m2flow.comm import Endpoint
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.worker._host import RankHost
 from m2flow.worker.launchers._boot import Boot
+from m2flow.worker.launchers._control import ControlClient
 
 
 def run_rank(order: pb.StartWorker, boot: Boot, life_fds: Sequence[int]) -> int:
@@ -24,23 +24,13 @@ def run_rank(order: pb.StartWorker, boot: Boot, life_fds: Sequence[int]) -> int:
     os.environ.update(order.environment)
     _bind_cores(order)
     endpoint = Endpoint(boot.path, f"{order.group}.{order.rank}", token=boot.token)
-
-    def report(response: pb.SessionResponse) -> None:
-        endpoint.request(boot.agent, "node", "event", response.SerializeToString())
-
-    host = RankHost(order, endpoint, report)
-    endpoint.handle("rank", lambda request: _pass_on(host, request))
+    control = ControlClient(str(boot.control), boot.token, order.group, order.rank)
+    host = RankHost(order, endpoint, control.report)
+    control.listen(host.handle)
     try:
         return 0 if host.run() else 1
     finally:
         endpoint.close()
-
-
-def _pass_on(host: RankHost, request: Request) -> "Future[bytes]":
-    answer: Future[bytes] = Future()
-    message = pb.SessionRequest.FromString(request.args)
-    host.handle(message).add_done_callback(lambda done: answer.set_result(done.result().SerializeToString()))
-    return answer
 
 
 def _bind_cores(order: pb.StartWorker) -> None:

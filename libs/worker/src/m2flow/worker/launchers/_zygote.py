@@ -1,6 +1,7 @@
 """The parent of all worker processes of a node: it imports what they need, forks them warm, and watches them.
 
-It has one thread and no gRPC, so that a fork copies a simple process. It is also the last to leave: when its agent or
+It has one thread and no gRPC, so that a fork copies a simple process; where a worker's module starts threads when it
+is imported, ranks start as processes of their own instead, slower. It is also the last to leave: when its agent or
 the driver has gone it kills what is left, reaps it, and removes the run's private directory.
 
 It reads `SessionRequest`s (start, stop, kill) from its agent and answers with `SessionResponse`s: a log line that a
@@ -13,6 +14,7 @@ import selectors
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -22,6 +24,7 @@ from typing import NoReturn
 
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.worker._host import failure_of
+from m2flow.worker._python import MODULE
 from m2flow.worker.errors import LaunchError
 from m2flow.worker.launchers._boot import Boot
 from m2flow.worker.launchers._frames import receive_frame, send_frame
@@ -108,18 +111,42 @@ class Zygote:
         log_read, log_write = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        gc.freeze()
-        pid = os.fork()
-        if pid == 0:
-            os.close(log_read)
-            self._become(order, log_write)
-        os.setpgid(pid, pid)
+        # A fork copies one thread and every lock: where an import has started threads, ranks start cold instead.
+        if len(os.listdir("/proc/self/task")) == 1:
+            pid = self._fork(order, log_read, log_write)
+        else:
+            pid = self._spawn(order, log_write)
         os.close(log_write)
         os.set_blocking(log_read, False)
         child = _Child(order.group, order.rank, pid, os.pidfd_open(pid), log_read)
         self._children[order.group, order.rank] = child
         self._selector.register(child.log_fd, selectors.EVENT_READ, lambda: self._on_log(child))
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._on_exit(child))
+
+    def _fork(self, order: pb.StartWorker, log_read: int, log_write: int) -> int:
+        gc.freeze()
+        pid = os.fork()
+        if pid == 0:
+            os.close(log_read)
+            self._become(order, log_write)
+        os.setpgid(pid, pid)
+        return pid
+
+    def _spawn(self, order: pb.StartWorker, log_write: int) -> int:
+        process = subprocess.Popen(
+            [*MODULE, "rank"],
+            stdin=subprocess.PIPE,
+            stdout=log_write,
+            stderr=log_write,
+            pass_fds=(self._boot.liveness_fd, self._life_read),
+            process_group=0,
+        )
+        assert process.stdin is not None
+        with process.stdin as stdin:
+            stdin.write(f"{self._boot.to_json()}\n{self._life_read}\n".encode() + order.SerializeToString())
+        # Its exit is seen and reaped here, as that of a forked one.
+        process.returncode = 0
+        return process.pid
 
     def _become(self, order: pb.StartWorker, log_fd: int) -> NoReturn:
         """The rest of a child's life. It never returns to the zygote's loop."""
@@ -194,7 +221,8 @@ class Zygote:
             _kill_group(child.pid)
         for child in self._children.values():
             os.waitpid(child.pid, 0)
-        shutil.rmtree(self._boot.directory, ignore_errors=True)
+        if self._boot.owns_directory:
+            shutil.rmtree(self._boot.directory, ignore_errors=True)
 
 
 class _Gone(Exception):

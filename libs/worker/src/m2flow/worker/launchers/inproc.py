@@ -4,7 +4,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -37,8 +36,8 @@ class ThreadRanks:
         thread = self._threads[key] = threading.Thread(target=self._run, args=(key, host), name=name, daemon=True)
         thread.start()
 
-    def ask(self, key: RankKey, request: pb.SessionRequest) -> "Future[pb.SessionResponse]":
-        return self._hosts[key].handle(request)
+    def ask(self, key: RankKey, request: pb.SessionRequest) -> None:
+        self._hosts[key].handle(request)
 
     def stop(self, key: RankKey, grace_s: float) -> None:
         self._hosts[key].handle(pb.SessionRequest(stop=pb.StopWorker(grace_s=grace_s)))

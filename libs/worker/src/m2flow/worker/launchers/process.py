@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from m2flow.worker.launchers._agent_process import AgentOptions, AgentProcess
-from m2flow.worker.launchers._link import LocalLink
+from m2flow.worker.launchers._link import LocalLink, control_server
 from m2flow.worker.session import Link, Wiring
 
 
@@ -11,9 +11,15 @@ class ProcessLink(LocalLink):
     """A session with an agent process that it starts, and whose end it waits for."""
 
     def __init__(self, wiring: Wiring) -> None:
-        self.agent = AgentProcess(AgentOptions(wiring.directory, wiring.token, preload=wiring.preload))
+        options = AgentOptions(wiring.directory, wiring.token, preload=wiring.preload, driver_hears=True)
+        control = control_server(wiring, options.agent)
         try:
-            super().__init__(self.agent.address, wiring)
+            self.agent = AgentProcess(options)
+        except BaseException:
+            control.close()
+            raise
+        try:
+            super().__init__(self.agent.address, wiring, control)
         except BaseException:
             self.agent.end()
             raise

@@ -60,7 +60,7 @@ class LauncherConformance:
         """Every rank knows its place, its devices and its config."""
         answers = self.group.whoami().result(30)
         assert [answer["rank"] for answer in answers] == [0, 1, 2, 3]
-        assert [answer["devices"] for answer in answers] == [["virtual:0"], ["virtual:0"], ["virtual:1"], ["virtual:1"]]
+        assert [answer["devices"] for answer in answers] == [[0], [0], [1], [1]]
         assert all(answer["world_size"] == 4 and answer["config"] == {"size": 3} for answer in answers)
         assert [answer["pid"] for answer in answers] == self.group.pids
 
@@ -142,7 +142,7 @@ class LauncherConformance:
         brief = self.session.start(spec, "0")
         refused(LaunchError, "one of that name already", lambda: self.session.start(spec, "0"))
         self.session.stop(brief)
-        assert self.session.start(spec, "1").whoami().result(30)[0]["devices"] == ["virtual:1"]
+        assert self.session.start(spec, "1").whoami().result(30)[0]["devices"] == [1]
         self.session.stop(self.session.groups["brief"])
 
     def test_what_does_not_fit_is_refused_before_anything_starts(self) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import Future
 from typing import Any
 
 from m2flow.worker.base import Worker
@@ -15,6 +16,8 @@ class Probe(Worker):
 
     def setup(self) -> None:
         self.count = 0
+        # A question that is never answered: only the rank's end ends it.
+        self.context.endpoint.handle("probe", lambda _: Future())
         if isinstance(self.config, dict) and self.config.get("setup") == "raise":
             raise RuntimeError("the probe was told to fail in setup")
 
@@ -30,7 +33,7 @@ class Probe(Worker):
             "rank": context.rank,
             "world_size": context.world_size,
             "pid": os.getpid(),
-            "devices": [device.name for device in context.devices],
+            "devices": list(context.device_ids),
             "cores": sorted(os.sched_getaffinity(0)),
             "torch": "torch" in sys.modules,
             "config": self.config,
@@ -76,7 +79,7 @@ class Probe(Worker):
 
     def listen(self, peer: str) -> Any:
         """Asks another rank and fails when that one dies: an echo, not a cause."""
-        return self.context.endpoint.request(peer, "rank", "ask", b"")
+        return self.context.endpoint.request(peer, "probe", "wait")
 
 
 class RetryProbe(Probe):

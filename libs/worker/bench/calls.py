@@ -1,0 +1,134 @@
+"""Launches, calls and synthetic workers: what this package's own overhead is.
+
+The peer of a call is a call of a Ray actor, where Ray is installed, interleaved in the same run.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from m2flow.worker import Cluster, Item, launch_run
+from m2flow.worker.testing import Probe, SyntheticConfig, SyntheticWorker
+
+COMMAND = "nox -s bench -- libs/worker"
+NUM_CALLS = 1000
+
+
+def row(
+    name: str, value: float, unit: str, target: float, *, peer: str = "", ratio: float | None = None
+) -> dict[str, Any]:
+    """One figure; it holds where the ratio, or else the value, is at most the target."""
+    return {
+        "name": name,
+        "value": value,
+        "unit": unit,
+        "peer": peer,
+        "ratio": ratio,
+        "target": target,
+        "holds": (value if ratio is None else ratio) <= target,
+        "command": COMMAND,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+    }
+
+
+def median_s(*calls: Callable[[], object]) -> list[float]:
+    """The median seconds of each call, interleaved."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(NUM_CALLS):
+        for call, own in zip(calls, seconds, strict=True):
+            start = time.perf_counter()
+            call()
+            own.append(time.perf_counter() - start)
+    return [statistics.median(own) for own in seconds]
+
+
+def launches() -> list[dict[str, Any]]:
+    """Eight light workers from nothing, and from a warm parent."""
+    start = time.perf_counter()
+    with launch_run(Cluster.local(), launcher="process") as session:
+        session.start(Probe.group(name="first"), "0*8")
+        cold = time.perf_counter() - start
+        start = time.perf_counter()
+        session.start(Probe.group(name="second"), "0*8")
+        warm = time.perf_counter() - start
+    return [row("launch of 8, cold", cold, "s", 2.0), row("launch of 8, warm", warm, "s", 0.5)]
+
+
+def round_trips() -> list[dict[str, Any]]:
+    """A call on a group of one, beside a Ray actor's."""
+    if find_spec("ray") is None:
+        with launch_run(Cluster.local(), launcher="process") as session:
+            group = session.start(Probe.group(), "0")
+            (own,) = median_s(lambda: group.echo(1).result())
+        return [row("call round trip, process", own * 1e6, "us", 500.0)]
+    import ray
+
+    # Before the session: Ray forks, and gRPC's threads do not like that.
+    ray.init(address="local", num_cpus=2, log_to_driver=False, object_store_memory=80 << 20)
+    actor = ray.remote(_Echo).remote()
+    with launch_run(Cluster.local(), launcher="process") as session:
+        group = session.start(Probe.group(), "0")
+        own, peer = median_s(lambda: group.echo(1).result(), lambda: ray.get(actor.echo.remote(1)))
+    ray.shutdown()
+    return [row("call round trip, process", own * 1e6, "us", 0.5, peer="Ray actor", ratio=own / peer)]
+
+
+def wide_calls() -> list[dict[str, Any]]:
+    """A call on 64 ranks, all results back."""
+    rows = []
+    for launcher, target_ms in (("inproc", 2.0), ("process", 5.0)):
+        with launch_run(Cluster.virtual(64), launcher=launcher) as session:
+            group = session.start(Probe.group(device_kind="virtual"), "all")
+            seconds = []
+            for _ in range(200):
+                start = time.perf_counter()
+                group.echo(1).result()
+                seconds.append(time.perf_counter() - start)
+        rows.append(row(f"call on 64 ranks, {launcher}", statistics.median(seconds) * 1e3, "ms", target_ms))
+    return rows
+
+
+def synthetic() -> list[dict[str, Any]]:
+    """64 synthetic workers with 10 ms items, as threads of one process."""
+    num_items = 300
+    with launch_run(Cluster.virtual(64), launcher="inproc") as session:
+        group = session.start(SyntheticWorker.group(SyntheticConfig(item_s=0.01), device_kind="virtual"), "all")
+        items = [Item(seq=(number,), iteration=0) for number in range(num_items)]
+        busy, start = time.process_time(), time.perf_counter()
+        handle = group.work_through(items)
+        handle.wait()
+        wall, cpu = time.perf_counter() - start, time.process_time() - busy
+        overhead_s = handle.seconds("mean") - num_items * 0.01
+    return [
+        row("64 synthetic workers, share of two cores", cpu / wall / 2 * 100, "%", 15.0),
+        row("64 synthetic workers, overhead an item", overhead_s / num_items * 1e3, "ms", 0.5),
+    ]
+
+
+class _Echo:
+    def echo(self, value: int) -> int:
+        return value
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = [*launches(), *round_trips(), *wide_calls(), *synthetic()]
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=2))
+    for one in rows:
+        print(f"{one['name']:45} {one['value']:10.4g} {one['unit']:3} ratio {one['ratio']} holds {one['holds']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

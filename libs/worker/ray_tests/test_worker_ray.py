@@ -1,0 +1,64 @@
+"""The conformance suite on a real Ray cluster of two nodes on this machine."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster as RayCluster
+
+from m2flow.worker import Cluster, LaunchError, Session, WorkerFailed, launch_run
+from m2flow.worker.launchers.ray import ray_cluster
+from m2flow.worker.testing import Probe
+from m2flow.worker.testing.conformance import LauncherConformance
+
+pytestmark = [pytest.mark.medium, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_nodes() -> Iterator[RayCluster]:
+    """One cluster for the session, under an address of its own."""
+    cluster = RayCluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80 << 20})
+    cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+    ray.init(address=cluster.address)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+class TestRay(LauncherConformance):
+    launcher = "ray"
+
+    @classmethod
+    def launch(cls) -> Session:
+        return launch_run(Cluster.virtual(2, num_nodes=2), launcher="ray", on_log=lambda *_: None)
+
+
+def test_the_devices_of_all_nodes_are_found() -> None:
+    cluster = ray_cluster()
+    assert cluster.nodes == ("node0", "node1")
+    assert {device.kind for device in cluster.devices} >= {"cpu"}
+    cores = len(os.sched_getaffinity(0))
+    assert sum(device.kind == "cpu" for device in cluster.devices) == 2 * cores
+
+
+def test_more_nodes_than_ray_has_are_refused() -> None:
+    with pytest.raises(LaunchError, match="got 3 nodes to start on, want at most 2"):
+        launch_run(Cluster.virtual(3, num_nodes=3), launcher="ray")
+
+
+def test_ranks_are_on_the_node_of_their_devices_and_end_with_its_actor() -> None:
+    with launch_run(Cluster.virtual(2, num_nodes=2), launcher="ray", on_log=lambda *_: None) as session:
+        group = session.start(Probe.group(device_kind="virtual"), "0-1")
+        first, second = group.pids
+        start = time.monotonic()
+        ray.kill(session._links["node1"]._actor)  # type: ignore[attr-defined]
+        with pytest.raises(WorkerFailed):
+            group.sleep(60.0).result(10)
+        assert time.monotonic() - start < 5
+        assert session.failure is not None
+    for pid in (first, second):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)

@@ -1,0 +1,143 @@
+"""Workers started by hand, joined by their address: over loopback, and from another network namespace."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from m2flow.worker import AgentAddress, Cluster, LaunchError, WorkerFailed, launch_run
+from m2flow.worker.testing import Probe
+
+pytestmark = pytest.mark.medium
+
+PROBE = "m2flow.worker.testing.probe:Probe"
+ROBOT = Cluster.virtual(1).with_resource("robot", node="robot-pc")
+
+
+@contextmanager
+def served(
+    target: str, address: str, token: str, prefix: Sequence[str] = ()
+) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """A worker that waits, and the address that it printed."""
+    command = [*prefix, sys.executable, "-m", "m2flow.worker", "serve", target, "--address", address]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "M2FLOW_TOKEN": token})
+    assert server.stdout is not None
+    try:
+        yield server, server.stdout.readline().strip().rpartition(" ")[2]
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=20)
+
+
+def test_a_worker_started_by_hand_joins_by_address_and_waits_again_after_a_run() -> None:
+    token = secrets.token_hex(8)
+    with served(PROBE, "127.0.0.1:0", token) as (server, address):
+        for _ in range(2):
+            with launch_run(
+                ROBOT, launcher="inproc", agents={"robot-pc": AgentAddress(address, token)}, on_log=lambda *_: None
+            ) as session:
+                here, there = session.start_all(
+                    [
+                        (Probe.group(name="here", device_kind="virtual"), "0"),
+                        (Probe.group(name="there", device_kind="robot"), "label=robot"),
+                    ]
+                )
+                assert there.whoami().result(10)[0]["pid"] not in (os.getpid(), server.pid)
+                assert here.whoami().result(10)[0]["pid"] == os.getpid()
+                big = bytes(8 << 20)
+                assert there.echo(big).result(20) == [big]
+            assert server.stdout is not None
+            assert server.stdout.readline().strip() == f"{PROBE} waits at {address}"
+
+
+def test_a_wrong_token_another_class_and_nobody_there_are_refused() -> None:
+    with served(PROBE, "127.0.0.1:0", "right") as (_, address), pytest.raises(LaunchError, match="another token"):
+        launch_run(ROBOT, launcher="inproc", agents={"robot-pc": AgentAddress(address, "wrong")})
+    with served(PROBE, "127.0.0.1:0", "right") as (_, address):
+        agents = {"robot-pc": AgentAddress(address, "right")}
+        with launch_run(ROBOT, launcher="inproc", agents=agents) as session:
+            spec = Probe.group(name="other", device_kind="robot")
+            object.__setattr__(spec, "target", "m2flow.worker.testing.holder:Holder")
+            with pytest.raises(WorkerFailed, match=r"want m2flow\.worker\.testing\.probe:Probe: what is served here"):
+                session.start(spec, "label=robot")
+    with pytest.raises(ValueError, match="got node 'robot', want some of 'node0', 'robot-pc'"):
+        launch_run(ROBOT, agents={"robot": AgentAddress(address, "right")})
+
+
+def test_when_the_far_side_is_killed_the_run_fails_within_five_seconds() -> None:
+    with served(PROBE, "127.0.0.1:0", "t") as (server, address):
+        agents = {"robot-pc": AgentAddress(address, "t")}
+        with launch_run(ROBOT, launcher="inproc", agents=agents, on_log=lambda *_: None) as session:
+            group = session.start(Probe.group(device_kind="robot"), "label=robot")
+            (pid,) = group.pids
+            server.kill()
+            start = time.monotonic()
+            with pytest.raises(WorkerFailed):
+                group.sleep(60.0).result(5)
+            while Path(f"/proc/{pid}").exists():
+                assert time.monotonic() - start < 5
+                time.sleep(0.02)
+
+
+def test_serving_without_a_token_is_refused() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "M2FLOW_TOKEN"}
+    command = [sys.executable, "-m", "m2flow.worker", "serve", PROBE, "--address", "127.0.0.1:0"]
+    answer = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30, check=False)
+    assert answer.returncode != 0
+    assert "want one in --token-file" in answer.stderr
+
+
+@contextmanager
+def two_namespaces() -> Iterator[tuple[list[str], list[str], str]]:
+    """Two network namespaces joined by a cable: commands that run inside each, and the second one's address."""
+    names = [f"m2f{secrets.token_hex(3)}" for _ in range(2)]
+    made = subprocess.run(["ip", "netns", "add", names[0]], capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        pytest.skip(f"kernel: no network namespaces here: {made.stderr.strip()}")
+    try:
+        for command in (
+            f"ip netns add {names[1]}",
+            f"ip -n {names[0]} link add eth0 type veth peer name eth0 netns {names[1]}",
+            f"ip -n {names[0]} addr add 10.9.8.1/24 dev eth0",
+            f"ip -n {names[1]} addr add 10.9.8.2/24 dev eth0",
+            f"ip -n {names[0]} link set eth0 up",
+            f"ip -n {names[1]} link set eth0 up",
+        ):
+            done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                pytest.skip(f"kernel: no cable between namespaces here: {done.stderr.strip()}")
+        inside = [["ip", "netns", "exec", name] for name in names]
+        yield inside[0], inside[1], "10.9.8.2"
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+DRIVER = """
+import sys
+from m2flow.worker import AgentAddress, Cluster, launch_run
+from m2flow.worker.testing import Probe
+cluster = Cluster.virtual(1).with_resource("robot", node="robot-pc")
+agents = {"robot-pc": AgentAddress(sys.argv[1], "t")}
+with launch_run(cluster, launcher="inproc", agents=agents) as session:
+    group = session.start(Probe.group(device_kind="robot"), "label=robot")
+    print(group.echo("across").result(20))
+"""
+
+
+def test_the_robots_computer_is_in_another_network() -> None:
+    with (
+        two_namespaces() as (ours, theirs, host),
+        served(PROBE, f"{host}:7421", "t", prefix=theirs) as (_, address),
+    ):
+        answer = subprocess.run(
+            [*ours, sys.executable, "-c", DRIVER, address], capture_output=True, text=True, timeout=50, check=False
+        )
+        assert answer.stdout.strip() == "['across']", answer.stderr

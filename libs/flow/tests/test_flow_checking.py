@@ -117,11 +117,13 @@ def test_a_small_edge_on_the_way_round_a_turn_is_refused(graph, cluster):
         check_plan(graph, plan, cluster)
 
 
-def test_staleness_needs_a_publication(loop_graph, cluster):
-    plan = temporal_plan(loop_graph, cluster)
+def test_iterations_that_overlap_need_room_for_each(graph, cluster):
+    plan = temporal_plan(graph, cluster)
+    plan.edges.add(producer="rollout.generate", consumer="reward.score", capacity=32)
+    check_plan(graph, plan, cluster)
     plan.staleness = 1
-    with pytest.raises(PlanError, match="no publish"):
-        check_plan(loop_graph, plan, cluster)
+    with pytest.raises(PlanError, match=r"one turn of rollout\.generate gives 64"):
+        check_plan(graph, plan, cluster)
 
 
 def test_a_kind_that_the_device_is_not_is_refused(graph):

@@ -84,6 +84,25 @@ def test_a_loop_ends_when_no_episode_is_left_and_keeps_each_on_its_rank(num_devi
 
 
 @pytest.mark.medium
+def test_episodes_that_die_with_their_process_are_counted_and_the_rest_go_on():
+    groups = {
+        "env": SyntheticEnvironment.group({"length": 5, "die_at": 1}, name="env", **KIND),
+        "policy": SyntheticPolicy.group({}, name="policy", **KIND),
+    }
+    graph = trace(episodes, groups, source_items=6)
+    cluster = Cluster.virtual(3)
+    plan = spatial_plan(graph, cluster, weights={"env": 2})
+    with launch_run(cluster, launcher="process") as session, Runtime(graph, plan, session) as runtime:
+        runtime.start()
+        results = [runtime.run(number, wave(number, 0)) for number in range(3)]
+    # Rank 0 of two has the even places; those that were not over yet are lost, the odd ones go on.
+    assert [len(results[0].outputs), len(results[2].outputs)] == [6, 6]
+    assert 1 <= results[1].tombstones["died"] <= 3
+    assert len(results[1].outputs) + results[1].tombstones["died"] == 6
+    assert {(1,), (3,), (5,)} <= {item.seq for item in results[1].outputs}
+
+
+@pytest.mark.medium
 def test_halves_of_a_split_take_two_ways_and_meet_again():
     groups = {
         "one": SyntheticPolicy.group({}, name="one", **KIND),

@@ -4,7 +4,7 @@ take a chunk -> have the weights -> take the turn -> load -> run -> put outputs 
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 
 from m2flow.comm import Channel, IterationEnded, TimeoutError_
@@ -12,6 +12,7 @@ from m2flow.flow._inbox import Chunk, Inbox
 from m2flow.flow._mail import gate_channel, inbox_channel
 from m2flow.flow._outlet import Outlet
 from m2flow.flow._rendezvous import Rendezvous
+from m2flow.flow._sender import Sender
 from m2flow.flow._spans import num_tokens
 from m2flow.flow._unit import Unit
 from m2flow.flow.errors import RunError
@@ -19,6 +20,8 @@ from m2flow.flow.microflow import DRIVER, MicroFlow, MicroStage
 from m2flow.proto.flow.v1 import flow_pb2 as pb
 from m2flow.worker import Item
 
+# The reason of a tombstone for an episode whose process died.
+DIED = "died"
 # How long a holder looks for its next chunk before it gives its turn up.
 _GRACE_S = 0.01
 # Puts that take longer than this are waits for room.
@@ -57,10 +60,11 @@ class StageLoop:
                     retained.append(chunk)
                 else:
                     self._inbox.ack(chunk)
-            self._even_out()
             for epoch, chunk in itertools.product(range(1, self._stage.inbox.epochs), retained):
                 # An epoch's outputs are other items than the last one's: they count as another round.
                 self._work(Chunk(chunk.items, rounds={item.seq: epoch for item in chunk.items}))
+            while self._meet(has_work=False):
+                self._step(Chunk([]))
             for chunk in retained:
                 self._inbox.ack(chunk)
             self._inbox.ack_rest()
@@ -79,26 +83,52 @@ class StageLoop:
 
     def _work(self, chunk: Chunk) -> None:
         """Runs the stage on a chunk, and sends on what it gives and what passes it by."""
-        if chunk.items or self._moves_in_step():
-            if not self._held:
-                self._enter()
-            self._run(chunk)
-            if not self._stage.hold:
-                self._leave()
+        self._drop_orphans(chunk)
+        if chunk.items and self._meet(has_work=True):
+            self._step(chunk)
         if chunk.dead:
-            self._outlet.put(chunk.dead, [chunk.round_of(item) for item in chunk.dead], self._iteration)
+            self._put(chunk.dead, chunk)
 
-    def _moves_in_step(self) -> bool:
-        return self._rendezvous is not None
+    def _drop_orphans(self, chunk: Chunk) -> None:
+        """Turns items whose episodes died with the process before this one into tombstones."""
+        others = [s for s in self._flow.stages_of(self._group.name) if s.kind == "work" and not s.eager]
+        enters = not self._stage.eager or not others
+        rounds = [chunk.round_of(item) for item in chunk.items]
+        lost = self._unit.orphans(self._iteration, chunk.items, rounds, enters=enters)
+        if lost:
+            chunk.items = [item for item in chunk.items if all(item is not gone for gone in lost)]
+            chunk.dead += [item.as_tombstone(DIED) for item in lost]
+
+    def _step(self, chunk: Chunk) -> None:
+        if not self._held:
+            self._enter()
+        sender = Sender(self._unit.sender, lambda items: self._put(items, chunk))
+        self._run(chunk, sender)
+        self._flush(sender)
+        if not self._stage.hold:
+            self._leave()
+
+    def _meet(self, *, has_work: bool) -> bool:
+        """Meets the other ranks of a group that moves in step; says whether there is work for any of them.
+
+        The group is one unit: it asks for its devices once every rank has its part of the chunk, and a rank that has
+        no more goes along with an empty one.
+        """
+        if self._rendezvous is None:
+            return has_work
+        meeting = self._rendezvous.arrive((self._stage.name, self._iteration, self._num_chunks), has_work)
+        with self._unit.recorder.span(pb.SPAN_KIND_WAIT_INPUT, self._stage.name, self._iteration):
+            if self._held:
+                try:
+                    return meeting.result(_GRACE_S)
+                except TimeoutError:
+                    self._leave()
+            return meeting.result()
 
     def _enter(self) -> None:
         stage, unit = self._stage, self._unit
         if stage.lag >= 0:
             unit.await_weights(stage.name, self._iteration, self._iteration - stage.lag)
-        if self._rendezvous is not None:
-            # The group is one unit: it asks for its devices once every rank has its share of the chunk.
-            with unit.recorder.span(pb.SPAN_KIND_WAIT_INPUT, stage.name, self._iteration):
-                self._rendezvous.meet((stage.name, self._iteration, self._num_chunks))
         self._turn = unit.enter(stage, self._group, self._iteration)
         self._held = True
 
@@ -106,42 +136,38 @@ class StageLoop:
         self._held = False
         self._turn.close()
 
-    def _run(self, chunk: Chunk) -> None:
+    def _run(self, chunk: Chunk, sender: Sender) -> None:
+        """Runs the stage's method; what it gives is on its way when this returns."""
         self._num_chunks += 1
         name, unit = self._stage.name, self._unit
         with unit.running(name, self._iteration) as span:
             made = getattr(unit.worker, self._stage.method)(list(chunk.items))
-            outputs = self._send(made, chunk)
+            outputs = sender.send(self._checked(made))
             span.items = len(chunk.items)
             span.tokens = max(num_tokens(chunk.items), num_tokens(outputs))
             span.inputs.extend(chunk.inputs)
             span.outputs.extend(f"{name}|{item.id}" for item in outputs)
 
-    def _send(self, made: object, chunk: Chunk) -> list[Item]:
-        if made is None:
-            raise RunError(f"{self._stage.name}: the stage gave None, want a list or a generator of items")
-        sent: list[Item] = []
-        for batch in _batches(made):
-            for item in batch:
-                if not isinstance(item, Item):
-                    raise RunError(f"{self._stage.name}: the stage gave a {type(item).__name__}, want items")
-            self._put(batch, chunk)
-            sent += batch
-        return sent
+    def _flush(self, sender: Sender) -> None:
+        """Waits until the outputs have been put; gives the turn up where they find no room."""
+        with self._unit.recorder.span(pb.SPAN_KIND_WAIT_OUTPUT, self._stage.name, self._iteration, _PUT_NS):
+            if self._stage.locked and self._held:
+                try:
+                    sender.finish(_GRACE_S)
+                except TimeoutError:
+                    self._leave()
+            sender.finish()
 
     def _put(self, items: list[Item], chunk: Chunk) -> None:
-        with self._unit.recorder.span(pb.SPAN_KIND_WAIT_OUTPUT, self._stage.name, self._iteration, _PUT_NS):
-            rounds = [chunk.round_of(item) for item in items]
-            self._outlet.put(items, rounds, self._iteration)
+        self._outlet.put(items, [chunk.round_of(item) for item in items], self._iteration)
 
-    def _even_out(self) -> None:
-        """Gives a rank that was dealt less the empty chunks that it lacks, so that all ranks take as many steps."""
-        if self._rendezvous is None:
-            return
-        stage, num_ranks = self._stage, len(self._group.ranks)
-        most = -(-self._flow.source_items // num_ranks)
-        while self._num_chunks < -(-most // stage.share):
-            self._work(Chunk([]))
+    def _checked(self, made: object) -> Iterator[Item]:
+        if not isinstance(made, Iterable):
+            raise RunError(f"{self._stage.name}: the stage gave a {type(made).__name__}, want items, listed or yielded")
+        for item in made:
+            if not isinstance(item, Item):
+                raise RunError(f"{self._stage.name}: the stage gave a {type(item).__name__}, want items")
+            yield item
 
 
 def await_gate(flow: MicroFlow, stage: MicroStage, unit: Unit, iteration: int) -> None:
@@ -155,12 +181,3 @@ def await_gate(flow: MicroFlow, stage: MicroStage, unit: Unit, iteration: int) -
         except IterationEnded:
             return
     raise RunError(f"{stage.name}: its gate gave an item, want only the end of iteration {iteration}")
-
-
-def _batches(made: object) -> Iterator[list[Item]]:
-    """A list goes on as one message; what is yielded goes on as it comes."""
-    if isinstance(made, list | tuple):
-        yield list(made)
-        return
-    for item in made:  # type: ignore[attr-defined]
-        yield [item]

@@ -1,11 +1,12 @@
 """One rank's presence on its devices: whose turn it is, what is loaded, and which weights it has.
 
-Nobody keeps a turn while waiting for input: a turn is asked for with a chunk in hand, and given up when there is no
-next one. So whoever holds devices can go on, unless its outputs find no room, which `check_plan` rules out.
+Nobody keeps a turn while it waits: a turn is asked for with a chunk in hand, and given up when there is no next one, or
+when the outputs find no room. So whoever holds devices can go on, and nobody waits for ever.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 from m2flow.flow._outlet import Tally
@@ -14,7 +15,7 @@ from m2flow.flow._spans import Recorder
 from m2flow.flow.errors import RunStopped
 from m2flow.flow.microflow import DRIVER, MicroGroup, MicroStage
 from m2flow.proto.flow.v1 import flow_pb2 as pb
-from m2flow.worker import DeviceLock, Worker, WorkerContext
+from m2flow.worker import DeviceLock, Item, Worker, WorkerContext
 
 
 class Unit:
@@ -26,6 +27,7 @@ class Unit:
         self.recorder = recorder
         self.tally = Tally()
         self.quotas = QuotaMaker(context.endpoint)
+        self.sender = ThreadPoolExecutor(64, thread_name_prefix="flow:sender")
         self._lock = DeviceLock(context.endpoint, host=DRIVER)
         self._mutex = threading.Lock()
         self._inside = 0
@@ -33,6 +35,8 @@ class Unit:
         self._weights = threading.Condition()
         self._version = -1
         self._stopped = False
+        self._orphaned_iteration = -1
+        self._begun: set[tuple[int, ...]] = set()
 
     def enter(self, stage: MicroStage, group: MicroGroup, iteration: int) -> ExitStack:
         """Takes the devices for a stage and loads the worker; close the result to leave. Blocks until its turn."""
@@ -82,8 +86,29 @@ class Unit:
         """The version of the worker's weights; -1 before the first."""
         return self._version
 
+    def bury(self, iteration: int) -> None:
+        """Gives up what the process before this one had begun in an iteration: its episodes died with it."""
+        self._orphaned_iteration = iteration
+        self._begun.clear()
+
+    def orphans(self, iteration: int, items: Sequence[Item], rounds: Sequence[int], *, enters: bool) -> list[Item]:
+        """The items whose episodes were lost with the process before this one; the others count as begun from now on.
+
+        `enters`: by this stage an item comes to the worker for the first time, in its first round.
+        """
+        if iteration != self._orphaned_iteration:
+            return []
+        lost = [
+            item
+            for item, round_ in zip(items, rounds, strict=True)
+            if item.seq not in self._begun and (round_ or not enters)
+        ]
+        self._begun |= {item.seq for item in items} - {item.seq for item in lost}
+        return lost
+
     def stop(self) -> None:
         """Wakes whoever waits here."""
+        self.sender.shutdown(wait=False)
         with self._weights:
             self._stopped = True
             self._weights.notify_all()

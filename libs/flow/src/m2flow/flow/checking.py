@@ -129,8 +129,6 @@ def _turns(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Iterator[s
                 f"plan: {consumer} (position {positions[consumer]}) takes its turn before {producer} "
                 f"(position {positions[producer]}), which feeds it: a cycle across the lock; want the producer first"
             )
-    if plan.staleness and not graph.kinds(pb.STAGE_KIND_PUBLISH):
-        yield f"plan: staleness {plan.staleness} and no publish: no weights are ever late; want staleness 0"
 
 
 def _sharing_pairs(graph: Graph, plan: pb.ExecutionPlan) -> Iterator[tuple[str, str]]:
@@ -160,7 +158,7 @@ def _capacities(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Itera
         for name in plans:
             on_the_way = name == consumer or name in graph.ancestors(consumer)
             if on_the_way and producer in graph.ancestors(name):
-                need = ceil(part * entering[name])
+                need = ceil(part * entering[name]) * (1 + plan.staleness)
                 if 0 < capacity[name] < need:
                     yield (
                         f"plan: the edge into {name} holds {capacity[name]} items, and one turn of {producer} gives "

@@ -126,6 +126,8 @@ class RankRunner:
     def _catch_up(self, iteration: int, flow: MicroFlow) -> None:
         """Brings a fresh worker to where the one before it was: off its devices, and with the weights of the day."""
         self.rest(flow)
+        if type(self._unit.worker).on_death == "drop":
+            self._unit.bury(iteration)
         if self._unit.version < 0:
             self.receive_weights(iteration, flow)
 

@@ -84,8 +84,9 @@ class Stream:
 class Loop(Stream):
     """The head of a feedback loop: the items that enter it, and those that come back by `feed`."""
 
-    def __init__(self, producer: str) -> None:
+    def __init__(self, producer: str, rounds: float = 0.0) -> None:
         super().__init__(producer)
+        self.rounds = rounds
         self.returns: list[Stream] = []
 
     def feed(self, stream: Stream) -> None:

@@ -210,7 +210,10 @@ class SyntheticReference(Worker):
 
 
 class SyntheticEnvironment(Worker):
-    """Episodes of 2 to `length` steps, `seconds` each step for a whole batch. An episode lives on one rank."""
+    """Episodes of 2 to `length` steps, `seconds` each step for a whole batch. An episode lives on one rank.
+
+    With `die_at` rank 0 kills itself in the second step of that iteration, the first time that it is started.
+    """
 
     on_death: ClassVar[Literal["retry", "drop", "stop"]] = "drop"
 
@@ -228,7 +231,11 @@ class SyntheticEnvironment(Worker):
     def step(self, items: list[Item]) -> list[Item]:
         """Takes each episode's action."""
         time.sleep(float(self.config.get("seconds", 0.0)))
-        return [self._step(item) for item in items]
+        stepped = [self._step(item) for item in items]
+        dies = not self.context.rank and not self.context.attempt and items[0].iteration == self.config.get("die_at")
+        if dies and max(self._steps.values()) > 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return stepped
 
     def _step(self, item: Item) -> Item:
         self._steps[item.id] += 1  # a KeyError here is an episode that came to another rank

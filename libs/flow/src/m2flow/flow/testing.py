@@ -29,6 +29,7 @@ __all__ = [
     "episodes",
     "grpo",
     "grpo_graph",
+    "has_turns_left",
     "is_first_odd",
     "is_live",
     "is_mixed",
@@ -50,6 +51,11 @@ class FakeSpec:
     can_offload: bool = True
     on_death: str = "stop"
     target: str = "m2flow.flow.testing:FakeSpec"
+
+
+def has_turns_left(item: Item) -> bool:
+    """Whether an episode that takes `turns` turns goes on; two workers count one turn as two pieces of work."""
+    return int(item.fields["worked"]) < 2 * int(item.fields["turns"])
 
 
 def mean_reward(group: Item) -> Item:

@@ -157,12 +157,14 @@ class Flow:
             refuse(f"epochs got count={count}", "give at least 1")
         return Stream(_checked(stream, "epochs").producer, window=stream.window, epochs=count)
 
-    def loop(self, stream: Stream) -> Loop:
+    def loop(self, stream: Stream, *, rounds: float = 0.0) -> Loop:
         """The head of a feedback loop that `stream` enters; `feed` what goes round again to it.
 
         An iteration of it ends when no item is left inside. Items keep to one rank of each group on their rounds.
+        `rounds` tells planners how often an item goes round in the mean, 0 where that is not known; no result depends
+        on it.
         """
-        return Loop(_checked(stream, "loop").producer)
+        return Loop(_checked(stream, "loop").producer, rounds)
 
     def publish(self, source: StageProxy, *, to: StageProxy) -> None:
         """Sends `source`'s weights to `to` once its stages have ended the iteration; a stage of its own."""
@@ -238,7 +240,9 @@ class Flow:
             if not loop.returns:
                 refuse(f"the loop at {head} is never fed", "feed it the items that go round again: loop.feed(...)")
             for stream in loop.returns:
-                self._graph.streams.append(pb.Stream(producer=stream.producer, consumer=head, feedback=True))
+                self._graph.streams.append(
+                    pb.Stream(producer=stream.producer, consumer=head, feedback=True, rounds=loop.rounds)
+                )
 
 
 def _trace_once(

@@ -1,0 +1,209 @@
+"""Six workloads in small, after the paper's: synthetic workers that sleep by a cost model on virtual devices.
+
+A second here stands for minutes there; what matters is what is long, what has a tail, what scales and what switches.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+from m2flow.flow import Graph, trace
+from m2flow.flow.testing import has_turns_left
+from m2flow.proto.sched.v1 import sched_pb2
+from m2flow.worker import Cluster, GroupSpec, Item
+from m2flow.worker.testing import SyntheticConfig, SyntheticReward, SyntheticRollout, SyntheticTrainer, SyntheticWorker
+
+KIND = "virtual"
+SAMPLES = 4
+# Stretches every cost: the runtime's own work, some milliseconds of CPU for each item, shrinks beside it.
+SCALE = 3.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A program over groups, on a cluster; `turns` is the mean number of turns of an episode, where it has any."""
+
+    name: str
+    program: Callable[..., Any]
+    groups: dict[str, GroupSpec]
+    num_items: int
+    num_devices: int
+    turns: int = 0
+
+    def cluster(self) -> Cluster:
+        """So many virtual devices."""
+        return Cluster.virtual(self.num_devices)
+
+    def graph(self) -> Graph:
+        """The traced program."""
+        expansions = {"rollout.generate": SAMPLES} if "rollout" in self.groups else {}
+        return trace(self.program, self.groups, source_items=self.num_items, name=self.name, expansions=expansions)
+
+    def items(self, iteration: int) -> list[Item]:
+        """The source's items: episodes take half to one and a half times the mean number of turns."""
+        spread = (-1, 0, 1)
+        return [
+            Item((n,), iteration, {"turns": max(1, self.turns + self.turns // 2 * spread[n % 3])})
+            for n in range(self.num_items)
+        ]
+
+
+def group(cls: type[SyntheticWorker], name: str, *, wide: bool = False, **costs: Any) -> GroupSpec:
+    """A group of synthetic workers; a `wide` one has one rank over all its devices."""
+    width = None if wide else 1
+    scaled = {key: value * SCALE if key.endswith("_s") else value for key, value in costs.items()}
+    return cls.group(SyntheticConfig(**scaled), name=name, device_kind=KIND, devices_per_rank=width)
+
+
+def grpo(flow: Any, rollout: Any, reward: Any, actor: Any) -> Any:
+    """Samples, rewards, groups, an update, new weights."""
+    groups = flow.gather(reward.score(rollout.generate(flow.source("prompts"))), by="prompt")
+    metrics = actor.train(flow.ordered(groups, window=1 << 20))
+    flow.publish(actor, to=rollout)
+    return metrics
+
+
+def ppo(flow: Any, rollout: Any, reward: Any, critic: Any, reference: Any, actor: Any) -> Any:
+    """As GRPO, with values and reference log-probabilities for each group."""
+    groups = flow.gather(reward.score(rollout.generate(flow.source("prompts"))), by="prompt")
+    judged = flow.join(critic.work(groups), reference.work(groups))
+    metrics = actor.train(flow.ordered(judged, window=1 << 20))
+    flow.publish(actor, to=rollout)
+    return metrics
+
+
+def embodied(rounds: int) -> Callable[..., Any]:
+    """A policy and an environment in turns until every episode is over, then an update."""
+
+    def program(flow: Any, policy: Any, env: Any, actor: Any) -> Any:
+        seen = flow.loop(flow.source("seeds"), rounds=rounds)
+        again, done = flow.split(has_turns_left, env.work(policy.work(seen)))
+        seen.feed(again)
+        metrics = actor.train(flow.ordered(done, window=1 << 20))
+        flow.publish(actor, to=policy)
+        return metrics
+
+    return program
+
+
+def workloads() -> list[Workload]:
+    """The six."""
+    return [
+        Workload(
+            "grpo_dense",
+            grpo,
+            {
+                "rollout": group(SyntheticRollout, "rollout", item_s=0.12, lanes=4, samples=SAMPLES, onload_s=0.02),
+                "reward": group(SyntheticReward, "reward", item_s=0.001),
+                "actor": group(SyntheticTrainer, "actor", wide=True, item_s=0.12, onload_s=0.02, offload_s=0.02),
+            },
+            num_items=32,
+            num_devices=8,
+        ),
+        Workload(
+            "ppo_four_models",
+            ppo,
+            {
+                "rollout": group(SyntheticRollout, "rollout", item_s=0.1, lanes=4, samples=SAMPLES, onload_s=0.15),
+                "reward": group(SyntheticReward, "reward", item_s=0.002, lanes=2, onload_s=0.15, offload_s=0.1),
+                "critic": group(SyntheticWorker, "critic", wide=True, item_s=0.03, onload_s=0.15, offload_s=0.1),
+                "reference": group(SyntheticWorker, "reference", wide=True, item_s=0.03, onload_s=0.15, offload_s=0.1),
+                "actor": group(SyntheticTrainer, "actor", wide=True, item_s=0.08, onload_s=0.15, offload_s=0.1),
+            },
+            num_items=32,
+            num_devices=8,
+        ),
+        Workload(
+            "moe_long_tail",
+            grpo,
+            {
+                "rollout": group(
+                    SyntheticRollout, "rollout", item_s=0.15, lanes=8, tail=0.9, samples=SAMPLES, onload_s=0.05
+                ),
+                "reward": group(SyntheticReward, "reward", item_s=0.001),
+                "actor": group(
+                    SyntheticTrainer, "actor", wide=True, item_s=0.12, scaling=0.9, onload_s=0.1, offload_s=0.1
+                ),
+            },
+            num_items=32,
+            num_devices=8,
+        ),
+        Workload(
+            "maniskill",
+            embodied(4),
+            {
+                "policy": group(SyntheticWorker, "policy", item_s=0.02, fixed_s=0.01, lanes=4, onload_s=0.02),
+                "env": group(SyntheticWorker, "env", item_s=0.02, fixed_s=0.01, lanes=4, onload_s=0.02),
+                "actor": group(SyntheticTrainer, "actor", wide=True, item_s=0.1, onload_s=0.05, offload_s=0.05),
+            },
+            num_items=48,
+            num_devices=8,
+            turns=4,
+        ),
+        Workload(
+            "libero",
+            embodied(4),
+            {
+                "policy": group(SyntheticWorker, "policy", item_s=0.01, fixed_s=0.01, lanes=8),
+                "env": group(SyntheticWorker, "env", item_s=0.08, fixed_s=0.01, lanes=4, scaling=0.5),
+                "actor": group(SyntheticTrainer, "actor", wide=True, item_s=0.06, onload_s=0.02, offload_s=0.02),
+            },
+            num_items=32,
+            num_devices=8,
+            turns=4,
+        ),
+        Workload(
+            "agentic_slow_tools",
+            embodied(3),
+            {
+                "policy": group(SyntheticWorker, "policy", item_s=0.05, fixed_s=0.01, lanes=4),
+                "env": group(SyntheticWorker, "env", item_s=0.25, tail=0.5, lanes=32),
+                "actor": group(SyntheticTrainer, "actor", wide=True, item_s=0.1, onload_s=0.05, offload_s=0.05),
+            },
+            num_items=32,
+            num_devices=8,
+            turns=3,
+        ),
+    ]
+
+
+def profile(workload: Workload) -> sched_pb2.Profile:
+    """What a profiler would have measured: the cost models, asked for some sizes on some numbers of devices."""
+    found = sched_pb2.Profile(model=workload.name, hardware=KIND, version="1", transfer_latency_s=0.002)
+    graph = workload.graph()
+    sizes = sorted({1, 2, 4} & set(range(workload.num_devices + 1)) | {workload.num_devices})
+    for stage in (s for s in graph.stages.values() if s.group and s.method):
+        spec = workload.groups[stage.group]
+        volume = graph.volume(stage.name)
+        for devices, part in product(sizes, (1, 2, 4, 8)):
+            times = _times(spec, stage.method, max(1, volume // part), devices)
+            sample = found.samples.add(stage=stage.name, devices=devices, items=max(1, volume // part))
+            sample.seconds = times[-1] + spec.config.fixed_s
+        if stage.method == "generate":
+            times = _times(spec, stage.method, volume, workload.num_devices)
+            marks = [at / 10 for at in range(11)]
+            done = [sum(t <= mark * times[-1] for t in times) / len(times) for mark in marks]
+            found.curves.add(stage=stage.name, time_fraction=marks, item_fraction=done)
+    for name, spec in workload.groups.items():
+        found.switches.add(group=name, onload_s=spec.config.onload_s, offload_s=spec.config.offload_s)
+    for stage in (s for s in graph.stages.values() if s.to):
+        found.syncs.add(source=stage.group, target=stage.to, seconds=0.002)
+    return found
+
+
+def _times(spec: GroupSpec, method: str, num_items: int, devices: int) -> list[float]:
+    """When the items of one call of the whole group finish, in order: ranks share the call evenly."""
+    items = [Item((n,), 1) for n in range(num_items)]
+    wide = spec.devices_per_rank is None
+    num_ranks = 1 if wide else devices
+    worker = SyntheticWorker(spec.config)
+    worker.context = SimpleNamespace(devices=range(devices if wide else 1))
+    times = []
+    for rank in range(num_ranks):
+        own = items[rank::num_ranks]
+        if method == "generate":
+            own = [item.child(index, SAMPLES, "prompt") for item in own for index in range(SAMPLES)]
+        times += [at for at, _ in worker.schedule(own)]
+    return sorted(times)

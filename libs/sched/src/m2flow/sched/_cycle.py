@@ -9,7 +9,6 @@ the second being exactly when B batches that follow each other round the ring ar
 """
 
 from collections.abc import Callable, Mapping
-from itertools import product
 from typing import Protocol
 
 import numpy as np
@@ -103,14 +102,15 @@ def _closed(
     columns = [np.concatenate([f[i] for f in found]) for i in (0, 1, 2, 4, 5, 6)]
     batches = np.concatenate([np.full(len(f[0]), f[3], dtype=np.int64) for f in found])
     codes, rows = [], []
-    for code, way in product(range(grid.size), (0, 1)):
-        good = ((grid.vectors[columns[0]] <= grid.vectors[code]).all(axis=1)) & ((batches > 0) == bool(way))
-        if good.any():
-            codes.append(code)
-            rows.append(int(np.flatnonzero(good)[np.argmin(columns[1][good])]))
-    pick = np.array(rows, dtype=np.int64)
+    for spread in (False, True):
+        fastest = _fastest_below(columns[0], columns[1], np.flatnonzero((batches > 0) == spread), grid)
+        enough = np.flatnonzero(fastest >= 0)
+        codes.append(enough)
+        rows.append(fastest[enough])
+    order = np.argsort(np.concatenate(codes), kind="stable")
+    pick = np.concatenate(rows)[order]
     return Rows(
-        n=np.array(codes, dtype=np.int64),
+        n=np.concatenate(codes)[order].astype(np.int64),
         seconds=columns[1][pick],
         switch_s=switch_s,
         keep=columns[3][pick],
@@ -120,3 +120,18 @@ def _closed(
         picks=columns[2][pick],
         batches=batches[pick],
     )
+
+
+def _fastest_below(codes: Ints, seconds: Floats, rows: Ints, grid: Grid) -> Ints:
+    """[codes of the grid] the fastest of `rows` that needs no more of any kind than the code has; -1 if none."""
+    order = rows[np.lexsort((seconds[rows], codes[rows]))]
+    _, first = np.unique(codes[order], return_index=True)
+    best = np.full(grid.size, -1, dtype=np.int64)
+    best[codes[order[first]]] = order[first]
+    padded = np.append(seconds, np.inf)  # -1 is never the fastest
+    for kind, most in enumerate(grid.shape):
+        for have in range(1, most + 1):
+            here = np.flatnonzero(grid.vectors[:, kind] == have)
+            fewer = best[here - grid.strides[kind]]
+            best[here] = np.where(padded[fewer] < padded[best[here]], fewer, best[here])
+    return best

@@ -28,8 +28,8 @@ def _shortage(model: Model) -> str:
     if needed is not None:
         kind, bytes_needed, shape_bytes = needed
         return (
-            f"no plan fits: the plan that needs least holds {_gib(bytes_needed)} on a {kind} device, which has "
-            f"{_gib(shape_bytes)}: {_gib(bytes_needed - shape_bytes)} are missing"
+            f"no plan fits: the plan that needs least holds {_bytes(bytes_needed)} on a {kind} device, which has "
+            f"{_bytes(shape_bytes)}: {_bytes(bytes_needed - shape_bytes)} are missing"
         )
     wanted = f"{model.request.mode} " if model.request.mode else ""
     return f"no {wanted}plan exists for these groups on {_counts(model)}"
@@ -55,7 +55,7 @@ def smallest_memory(model: Model) -> tuple[str, float, float] | None:
 
 def _changes(model: Model) -> list[str]:
     found = []
-    if not _fits(model):
+    if _fits(model, devices=2**_DOUBLINGS) or _fits(model, memory=float("inf")):
         factor = 1.0
         for _ in range(_DOUBLINGS):
             factor *= 2
@@ -64,7 +64,7 @@ def _changes(model: Model) -> list[str]:
                 break
         memory = smallest_memory(model)
         if memory is not None:
-            found.append(f"{memory[0]} devices with {_gib(memory[1])}")
+            found.append(f"{memory[0]} devices with {_bytes(memory[1])}")
         for group in model.workflow.graph.groups:
             if not group.can_offload and _fits(model, offload=group.name):
                 found.append(f"let group {group.name!r} offload (can_offload)")
@@ -76,6 +76,7 @@ def _changes(model: Model) -> list[str]:
 def _fits(model: Model, *, devices: int = 1, memory: float = 1.0, offload: str = "", any_mode: bool = False) -> bool:
     request = sched_pb2.PlanRequest()
     request.CopyFrom(model.request)
+    request.device_quantum = model.problem.quanta[0] * devices  # as many units: what fits does not need finer ones
     for node in request.cluster.nodes:
         node.count = max(node.count, 1) * devices
         for spec in node.devices:
@@ -92,5 +93,5 @@ def _counts(model: Model, factor: int = 1) -> str:
     return ", ".join(f"{len(model.pools[k].ids) * factor} {k}" for k in model.kinds)
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"
+def _bytes(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**28 else f"{size:.3g} bytes"

@@ -52,8 +52,8 @@ def held_together(
             else both load at once.
     """
     if alone:
-        memory = np.zeros((len(a), left.base.shape[1]))
-        return np.zeros((len(a), 2)), memory, memory
+        memory = np.broadcast_to(0.0, (len(a), left.base.shape[1]))
+        return np.broadcast_to(0.0, (len(a), 2)), memory, memory
     first, second = left.pending[a], right.pending[b]
     pending = np.maximum(first, second)
     if chained:
@@ -70,25 +70,35 @@ class _Pipeline:
         self._search, self._nodes, self._alone, self._beside, self._head = search, nodes, alone, beside, head
         self._how = "full" if full else "any"
         self._levels = levels
+        self._layers: dict[int, Table] = {}
 
     def tables(self) -> Iterator[Table]:
         parts = downsets(self._nodes, self._search.problem.before)
-        prefixes: dict[int, Table] = {}
+        prefixes: dict[int, list[Table]] = {}
         for part in parts[:-1]:
             found = [self._start(part)]
-            for earlier, prefix in prefixes.items():
+            for earlier, tables_of in prefixes.items():
                 layer = part ^ earlier
-                if earlier & ~part == 0 and len(prefix) and self._search.may_split(earlier, layer):
-                    found.append(self._append(prefix, layer, "any"))
+                if earlier & ~part == 0 and self._search.may_split(earlier, layer):
+                    found += [self._append(prefix, layer, "any") for prefix in tables_of]
             last = all(later == self._nodes for later in parts if later & part == part and later != part)
-            prefixes[part] = self._shorten(found, last)
-        for part, prefix in prefixes.items():
+            prefixes[part] = [t for t in self._shorten(found, last) if len(t)]
+        for part, tables_of in prefixes.items():
             rest = self._nodes ^ part
-            if len(prefix) and self._search.may_split(part, rest):
-                yield self._close(self._append(prefix, rest, self._how))
+            if self._search.may_split(part, rest):
+                for prefix in tables_of:
+                    yield self._close(self._append(prefix, rest, self._how))
 
     def _layer(self, nodes: int) -> Table:
-        return self._search.layer(nodes, self._alone, self._beside | (self._nodes ^ nodes))
+        """The layer's rows at this pipeline's chunk counts."""
+        if nodes not in self._layers:
+            layer = self._search.layer(nodes, self._alone, self._beside | (self._nodes ^ nodes))
+            if len(self._levels) < len(self._search.problem.chunk_counts):
+                ends = np.array([self._levels[0], self._levels[-1] + 1]) * self._search.grid.size
+                first, last = np.searchsorted(layer.n, ends)
+                layer = layer.take(np.arange(first, last))
+            self._layers[nodes] = layer
+        return self._layers[nodes]
 
     def _start(self, part: int) -> Table:
         """The first layer: the long-tailed stage, which takes its whole input at once, or any other."""
@@ -103,16 +113,14 @@ class _Pipeline:
             layer = replace(layer, n=layer.n + np.repeat(self._levels, len(whole)) * self._search.grid.size)
             columns = np.zeros(len(layer)), np.zeros(len(layer)), layer.seconds
         else:
-            whole = self._layer(part)
+            layer = whole = self._layer(part)
             rows = np.arange(len(whole))
-            if len(self._levels) < len(problem.chunk_counts):
-                rows = np.flatnonzero(np.isin(whole.n // self._search.grid.size, self._levels))
-            layer = whole.take(rows)
-            columns = layer.seconds, layer.seconds, np.zeros(len(layer))
+            columns = layer.seconds, layer.seconds, np.broadcast_to(0.0, len(layer))
         return replace(
             layer,
             block=np.zeros(len(layer), dtype=np.int64),
-            child=np.stack([rows, rows], axis=1),
+            left=rows,
+            right=rows,
             blocks=(Block("head" if self._head >= 0 else "start", (whole,)),),
             total=columns[0],
             slowest=columns[1],
@@ -121,53 +129,55 @@ class _Pipeline:
 
     def _append(self, prefix: Table, nodes: int, how: str) -> Table:
         layer, grid = self._layer(nodes), self._search.grid
-        a, b = tables.pairs(prefix, layer, grid, how)
+        base_n = grid.base(prefix.n) if len(self._levels) > 1 else self._levels[0] * grid.size
+        a, b = tables.pairs(prefix, layer, grid, how, base_n)
         assert prefix.total is not None
         assert prefix.slowest is not None
         assert prefix.head is not None
         pending, base, peak = held_together(prefix, a, layer, b, self._alone, chained=True)
         seconds = layer.seconds[b]
         return Table(
-            n=prefix.n[a] + layer.n[b] - grid.base(layer.n[b]),
+            n=(prefix.n - base_n)[a] + layer.n[b],
             seconds=seconds,
             pending=pending,
             base=base,
             peak=peak,
-            shares=prefix.shares[a] | layer.shares[b] | 2,
-            block=np.zeros(len(a), dtype=np.int64),
-            child=np.stack([a, b], axis=1),
+            shares=_shares(prefix.shares, a, layer.shares, b),
+            block=np.broadcast_to(np.int64(0), len(a)),
+            left=a,
+            right=b,
             blocks=(Block("prefix", (prefix, layer)),),
             total=prefix.total[a] + seconds,
             slowest=np.maximum(prefix.slowest[a], seconds),
-            head=prefix.head[a],
+            head=prefix.head[a] if self._head >= 0 else np.broadcast_to(0.0, len(a)),
         )
 
-    def _shorten(self, found: list[Table], last: bool) -> Table:
+    def _shorten(self, found: list[Table], last: bool) -> list[Table]:
         """Drops prefixes that cannot win; not worth sorting where only one layer is to come."""
+        if last:
+            return found
         joined = tables.concat(found, self._search.problem.kinds)
-        if last or len(joined) < 2:
-            return joined
         plain = self._alone and not self._search.by_shares and self._head < 0
-        return tables.front(joined) if plain else tables.pareto(joined, self._search.by_shares)
+        return [tables.front(joined) if plain else tables.pareto(joined, self._search.by_shares)]
 
     def _close(self, prefix: Table) -> Table:
         assert prefix.total is not None
         assert prefix.slowest is not None
         assert prefix.head is not None
-        size = self._search.grid.size
-        level = prefix.n // size
-        chunks = np.array(self._search.problem.chunk_counts)[level]
+        size, counts = self._search.grid.size, np.array(self._search.problem.chunk_counts)
+        level = prefix.n // size if len(self._levels) > 1 else np.broadcast_to(np.int64(self._levels[0]), len(prefix))
+        chunks = counts[level] if len(self._levels) > 1 else counts[self._levels[0]]
         if self._head < 0:
             seconds = prefix.total + (chunks - 1) * prefix.slowest
         else:
             seconds = prefix.total + self._released(prefix.head, prefix.slowest, level)
-        rows = np.arange(len(prefix))
         return replace(
             prefix,
-            n=prefix.n % size,
+            n=prefix.n - level * size,
             seconds=seconds,
-            block=np.zeros(len(prefix), dtype=np.int64),
-            child=np.stack([rows, level], axis=1),
+            block=np.broadcast_to(np.int64(0), len(prefix)),
+            left=np.arange(len(prefix)),
+            right=level,
             blocks=(Block("layers", (prefix,)),),
             busy=np.maximum(prefix.head, chunks * prefix.slowest),
         )
@@ -181,3 +191,10 @@ class _Pipeline:
             for j, fraction in enumerate(self._search.problem.tails[self._head][chunks], start=1):
                 out[rows] = np.maximum(out[rows], whole[rows] * fraction + (chunks - j) * slowest[rows])
         return out
+
+
+def _shares(left: Ints, a: Ints, right: Ints, b: Ints) -> Ints:
+    """What two layers share, and that they run side by side; without a gather where all rows are alike."""
+    if len(left) and len(right) and left.strides[0] == 0 and (right == right[0]).all():
+        return np.broadcast_to(left[0] | right[0] | 2, len(a))
+    return left[a] | right[b] | 2

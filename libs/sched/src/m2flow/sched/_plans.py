@@ -62,9 +62,14 @@ def _best_rows(table: Table, seconds: Floats) -> list[int]:
     if table.busy is None:
         rows = np.argsort(seconds, kind="stable")[:_ROWS_A_CUT]
     else:
-        levels = table.child[:, 1]
-        chosen = [np.flatnonzero(levels == level) for level in np.unique(levels)]
-        rows = np.array([c[np.argmin(seconds[c])] for c in chosen], dtype=np.int64)
+        if not len(seconds):
+            return []
+        levels = range(int(table.right.min()), int(table.right.max()) + 1)
+        if len(levels) == 1:
+            chosen = [int(np.argmin(seconds))]
+        else:
+            chosen = [int(np.argmin(np.where(table.right == level, seconds, np.inf))) for level in levels]
+        rows = np.array(chosen, dtype=np.int64)
     return [int(r) for r in rows if np.isfinite(seconds[r])]
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from m2flow.sched import _table as tables
 from m2flow.sched._pipelines import held_together, pipelines
 from m2flow.sched._problem import Problem, downsets, independent
-from m2flow.sched._table import Block, Table
+from m2flow.sched._table import Block, Rows, Table
 
 _FITS = 1.0 + 1e-9
 
@@ -61,6 +61,7 @@ class Search:
 
     def _ways(self, nodes: int, alone: bool, full: bool, beside: int) -> Iterator[Table]:
         problem = self.problem
+        lean = problem.unlimited  # nothing has to leave: what shares its devices is as good as alone on them
         if nodes & (nodes - 1) == 0:
             leaf = self.leaf(nodes.bit_length() - 1, False, alone, beside)
             yield leaf.take(leaf.n == self.grid.full) if full else leaf
@@ -69,7 +70,7 @@ class Search:
         for part in downsets(nodes, problem.before)[:-1]:
             rest = nodes ^ part
             if self._may_turn(part, rest):
-                left, right = self._root(part, False, full, beside), self._root(rest, False, full, beside)
+                left, right = self._root(part, lean, full, beside), self._root(rest, lean, full, beside)
                 yield self._turn(nodes, left, right, part)
             if not self.may_split(part, rest):
                 continue
@@ -93,12 +94,12 @@ class Search:
             found = [self.leaf(nodes.bit_length() - 1, True, alone, beside)]
         else:
             found = []
-            lowest = nodes & -nodes
+            lowest, lean = nodes & -nodes, self.problem.unlimited
             for part in downsets(nodes, self.problem.before)[:-1]:
                 rest = nodes ^ part
                 if self._may_turn(part, rest):
-                    left = self.layer(part, False, beside)
-                    found.append(self._turn(nodes, left, self.layer(rest, False, beside), part))
+                    left = self.layer(part, lean, beside)
+                    found.append(self._turn(nodes, left, self.layer(rest, lean, beside), part))
                 if part & lowest and self.may_split(part, rest) and independent(part, rest, self.problem.before):
                     left = self.layer(part, alone, beside | rest)
                     found.append(self._side("beside", left, self.layer(rest, alone, beside | part), "any", alone))
@@ -106,6 +107,7 @@ class Search:
         return self._memo[key]
 
     def leaf(self, node: int, chunked: bool, alone: bool, beside: int) -> Table:
+        """Ways to run one node, for the whole iteration or for one chunk of every chunk count."""
         problem = self.problem
         rows = problem.leaves(node, chunked, problem.relevant(1 << node, beside), self._pins.units)
         groups = problem.groups[node]
@@ -116,30 +118,44 @@ class Search:
         else:
             options = [False] if alone or problem.unlimited or not rows.can_offload else [False, True]
         counted = len(groups) > 1 or not pinned or self._first[pinned[0]] == node
-        found = []
-        for offloaded in options:
-            base = rows.off if offloaded else rows.keep
-            peak = np.maximum(rows.run, base)
-            count = len(rows.n)
-            shares = np.where(rows.batches > 0, 2, 1) if len(groups) > 1 else np.zeros(count, dtype=np.int64)
-            leaf = Table(
-                n=rows.n,
-                seconds=rows.seconds,
-                pending=np.tile(np.array(rows.switch_s if offloaded else (0.0, 0.0)), (count, 1)),
-                base=base if counted else np.zeros_like(base),
-                peak=peak if counted else peak - base,
-                shares=shares.astype(np.int64),
-                block=np.zeros(count, dtype=np.int64),
-                child=np.stack([np.arange(count), np.full(count, int(offloaded))], axis=1),
-                blocks=(Block("leaf", (), node, rows),),
-            )
-            allowed = (leaf.peak <= _FITS).all(axis=1) & np.isfinite(leaf.seconds)
-            if not self._turns:
-                allowed &= leaf.shares & 1 == 0
-            if not self._splits:
-                allowed &= leaf.shares & 2 == 0
-            found.append(leaf if allowed.all() else leaf.take(allowed))
-        return self._reduce(found, alone)
+        found = [self._option(node, rows, offloaded, counted) for offloaded in options]
+        if not found:
+            return tables.empty(problem.kinds)
+        if len(found) == 1:
+            return found[0] if _once(found[0]) else self._reduce(found, alone)
+        both = tables.concat(found, problem.kinds)
+        if sum(rows.switch_s) > 0 and (rows.off < rows.keep).any(axis=1).all() and _once(found[0]):
+            return both.take(np.argsort(both.n, kind="stable"))  # neither dominates the other
+        return tables.pareto(both, self.by_shares)
+
+    def _option(self, node: int, rows: Rows, offloaded: bool, counted: bool) -> Table:
+        """The rows of a node that stays on its devices, or is offloaded; `counted` says whether its group's idle bytes
+        are to be counted here, or were at an earlier node of it."""
+        base, count = rows.off if offloaded else rows.keep, len(rows.n)
+        peak = np.maximum(rows.run, base)
+        several = len(self.problem.groups[node]) > 1
+        leaf = Table(
+            n=rows.n,
+            seconds=rows.seconds,
+            pending=np.zeros((count, 2)),
+            base=base if counted else np.zeros_like(base),
+            peak=peak if counted else peak - base,
+            shares=np.where(rows.batches > 0, 2, 1) if several else np.zeros(count, dtype=np.int64),
+            block=np.zeros(count, dtype=np.int64),
+            left=np.arange(count),
+            right=np.full(count, int(offloaded)),
+            blocks=(Block("leaf", (), node, rows),),
+        )
+        if offloaded:
+            leaf.pending[:] = rows.switch_s
+        allowed = np.isfinite(leaf.seconds)
+        if not self.problem.unlimited:
+            allowed &= (leaf.peak <= _FITS).all(axis=1)
+        if several and not self._turns:
+            allowed &= leaf.shares & 1 == 0
+        if several and not self._splits:
+            allowed &= leaf.shares & 2 == 0
+        return leaf if allowed.all() else leaf.take(allowed)
 
     def _may_turn(self, part: int, rest: int) -> bool:
         return self._turns or not self._sharing(part, rest)
@@ -158,18 +174,28 @@ class Search:
 
     def _turn(self, nodes: int, left: Table, right: Table, part: int) -> Table:
         a, b = tables.pairs(left, right, self.grid, "same")
-        peak = np.maximum(left.peak[a] + right.base[b], right.peak[b] + left.base[a])
+        count, problem = len(a), self.problem
+        seconds = left.seconds[a] + right.seconds[b]
+        if problem.unlimited:
+            base = peak = np.zeros((count, problem.kinds))
+        else:
+            seconds = seconds + left.pending[a].sum(axis=1) + right.pending[b].sum(axis=1)
+            base = left.base[a] + right.base[b]
+            peak = np.maximum(left.peak[a] + right.base[b], right.peak[b] + left.base[a])
         joined = Table(
             n=left.n[a],
-            seconds=left.seconds[a] + left.pending[a].sum(axis=1) + right.seconds[b] + right.pending[b].sum(axis=1),
-            pending=np.zeros((len(a), 2)),
-            base=left.base[a] + right.base[b],
+            seconds=seconds,
+            pending=np.zeros((count, 2)),
+            base=base,
             peak=peak,
             shares=left.shares[a] | right.shares[b] | self._sharing(part, nodes ^ part),
-            block=np.zeros(len(a), dtype=np.int64),
-            child=np.stack([a, b], axis=1),
+            block=np.zeros(count, dtype=np.int64),
+            left=a,
+            right=b,
             blocks=(Block("turns", (left, right)),),
         )
+        if problem.unlimited and not self._pins.clusters:
+            return joined
         fits: NDArray[np.bool_] = np.asarray((peak <= _FITS).all(axis=1))
         if self._pins.clusters:
             fits &= self.grid.vectors[joined.n % self.grid.size].sum(axis=1) >= self._needed(nodes)
@@ -186,22 +212,21 @@ class Search:
         seconds = left.seconds[a], right.seconds[b]
         pending, base, peak = held_together(left, a, right, b, alone, chained=op == "apart")
         return Table(
-            n=left.n[a] + right.n[b] - self.grid.base(left.n[a]),
+            n=(left.n - self.grid.base(left.n))[a] + right.n[b],
             seconds=np.maximum(*seconds) if op == "beside" else seconds[0] + seconds[1],
             pending=pending,
             base=base,
             peak=peak,
             shares=left.shares[a] | right.shares[b] | 2,
             block=np.zeros(len(a), dtype=np.int64),
-            child=np.stack([a, b], axis=1),
+            left=a,
+            right=b,
             blocks=(Block(op, (left, right)),),
         )
 
     def _reduce(self, found: list[Table], alone: bool) -> Table:
-        stripped = [replace(t, total=None, slowest=None, head=None, busy=None) for t in found]
+        stripped = [t if t.total is None else replace(t, total=None, slowest=None, head=None, busy=None) for t in found]
         joined = tables.concat(stripped, self.problem.kinds)
-        if len(found) == 1 and found[0].blocks and found[0].blocks[0].op == "leaf" and _once(joined):
-            return joined
         return tables.fastest(joined, self.by_shares) if alone else tables.pareto(joined, self.by_shares)
 
 

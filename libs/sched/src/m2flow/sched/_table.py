@@ -72,7 +72,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Block:
-    """Where rows come from: the operator, and the tables that `Table.child` points into."""
+    """Where rows come from: the operator, and the tables that `Table.left` and `Table.right` point into."""
 
     op: str
     tables: tuple["Table", ...]
@@ -80,9 +80,9 @@ class Block:
     rows: "Rows | None" = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Table:
-    """Rows of partial plans, sorted by `n` unless said otherwise.
+    """Rows of partial plans, sorted by `n` unless said otherwise. Not changed once made.
 
     Args:
         n: [R] codes.
@@ -92,7 +92,8 @@ class Table:
         peak: [R, kinds] fraction of a device held at most.
         shares: [R] bit 1: different groups take turns on a device; bit 2: different groups run side by side.
         block: [R] index into `blocks`.
-        child: [R, 2] rows of the block's tables; for a leaf the row of its choice and whether it is offloaded.
+        left, right: [R] rows of the block's tables; of a leaf, the row of its choice and whether it is offloaded; of a
+            pipeline, the row of its prefix and the index of its chunk count.
         total, slowest, head, busy: [R] of a pipeline only: sum of chunk seconds, the largest of them, the seconds of
             its long-tailed first stage, and the busiest stage's seconds in an iteration.
     """
@@ -104,7 +105,8 @@ class Table:
     peak: Floats
     shares: Ints
     block: Ints
-    child: Ints
+    left: Ints
+    right: Ints
     blocks: tuple[Block, ...]
     total: Floats | None = None
     slowest: Floats | None = None
@@ -118,27 +120,14 @@ class Table:
         extra = [None if c is None else c[rows] for c in (self.total, self.slowest, self.head, self.busy)]
         return Table(
             self.n[rows], self.seconds[rows], self.pending[rows], self.base[rows], self.peak[rows],
-            self.shares[rows], self.block[rows], self.child[rows], self.blocks, *extra,
+            self.shares[rows], self.block[rows], self.left[rows], self.right[rows], self.blocks, *extra,
         )  # fmt: skip
 
 
 def empty(kinds: int) -> Table:
-    ints, floats = np.zeros(0, dtype=np.int64), np.zeros(0)
-    memory = np.zeros((0, kinds))
-    return Table(
-        ints,
-        floats,
-        np.zeros((0, 2)),
-        memory,
-        memory,
-        ints,
-        ints,
-        np.zeros((0, 2), dtype=np.int64),
-        (),
-        floats,
-        floats,
-        floats,
-    )
+    ints, floats, memory = np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros((0, kinds))
+    columns = ints, floats, np.zeros((0, 2)), memory, memory, ints, ints, ints, ints
+    return Table(*columns, (), floats, floats, floats)
 
 
 def concat(tables: Sequence[Table], kinds: int) -> Table:
@@ -159,30 +148,38 @@ def concat(tables: Sequence[Table], kinds: int) -> Table:
         np.concatenate([t.peak for t in tables]),
         np.concatenate([t.shares for t in tables]),
         np.concatenate([t.block + o for t, o in zip(tables, offsets[:-1], strict=True)]),
-        np.concatenate([t.child for t in tables]),
+        np.concatenate([t.left for t in tables]),
+        np.concatenate([t.right for t in tables]),
         tuple(b for t in tables for b in t.blocks),
         *extra,
     )
 
 
-def pairs(left: Table, right: Table, grid: Grid, how: str) -> tuple[Ints, Ints]:
+def pairs(left: Table, right: Table, grid: Grid, how: str, base: Ints | int | None = None) -> tuple[Ints, Ints]:
     """Row pairs of two tables, `right` sorted by n.
 
     Args:
         how: "same": equal n; "full": n adds up to all devices; "any": n adds up to no more than all. Levels are equal.
+        base: The level's part of `left.n`, where it is known.
     """
-    base = grid.base(left.n)
+    base = grid.base(left.n) if base is None else base
     several = len(grid.shape) > 1
+    if how == "full" and len(right) and right.n[-1] - right.n[0] == len(right) - 1 and (np.diff(right.n) == 1).all():
+        rows = 2 * base + (grid.full - right.n[0]) - left.n  # one row a code, without gaps: no need to look it up
+        found = np.flatnonzero((rows >= 0) & (rows < len(right)))
+        return found, rows[found]
     if how == "any":
-        start = np.searchsorted(right.n, base, side="left")
+        start = np.broadcast_to(np.searchsorted(right.n, base, side="left"), left.n.shape)
         stop = np.searchsorted(right.n, base + grid.full - (0 if several else left.n - base), side="right")
+        stop = np.broadcast_to(stop, left.n.shape)
     else:
         wanted = left.n if how == "same" else 2 * base + grid.full - left.n
         start = np.searchsorted(right.n, wanted, side="left")
         stop = np.searchsorted(right.n, wanted, side="right")
     rows_left, rows_right = _ranges(start, stop)
     if how == "any" and several:
-        good = grid.fits(left.n[rows_left] - base[rows_left], right.n[rows_right] - base[rows_left])
+        levels = np.broadcast_to(base, left.n.shape)[rows_left]
+        good = grid.fits(left.n[rows_left] - levels, right.n[rows_right] - levels)
         return rows_left[good], rows_right[good]
     return rows_left, rows_right
 
@@ -193,8 +190,7 @@ def _ranges(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
     if len(count) and (count == 1).all():
         return np.arange(len(count)), start
     rows_left = np.repeat(np.arange(len(count)), count)
-    ends = np.cumsum(count)
-    rows_right = np.arange(len(rows_left)) - np.repeat(ends - count, count) + np.repeat(start, count)
+    rows_right = np.arange(len(rows_left)) - np.repeat(np.cumsum(count) - count - start, count)
     return rows_left, rows_right
 
 

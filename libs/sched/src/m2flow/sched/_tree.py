@@ -91,7 +91,7 @@ class Reader:
     def read(self, table: Table, row: int, level: int = -1) -> Tree:
         """The plan of one row; `level` is the index of the chunk count that it runs at, -1 for a whole iteration."""
         block = table.blocks[int(table.block[row])]
-        first, second = (int(c) for c in table.child[row])
+        first, second = int(table.left[row]), int(table.right[row])
         units = int(table.n[row]) % self._size
         if block.op == "leaf":
             return self._leaf(block, first, bool(second), units, level)
@@ -124,7 +124,7 @@ class Reader:
         level = int(table.n[row]) // self._size
         while True:
             inner = table.blocks[int(table.block[row])]
-            first, second = (int(c) for c in table.child[row])
+            first, second = int(table.left[row]), int(table.right[row])
             if inner.op == "prefix":
                 parts.insert(0, self.read(inner.tables[1], second, level))
                 table, row = inner.tables[0], first

@@ -88,13 +88,13 @@ def reduce_graph(graph: flow_pb2.WorkflowGraph) -> Workflow:
     components = _components(sorted(worked, key=order.__getitem__), links)
     nodes = tuple(_node(graph, stages, links) for stages in components)
     index = {stage: i for i, node in enumerate(nodes) for stage in node.stages}
-    edges: dict[tuple[int, int, str], Edge] = {}
+    edges: dict[tuple[str, str], Edge] = {}
     for link in links:
         ends = index[link.producer], index[link.consumer]
         if ends[0] != ends[1]:
-            edge = Edge(*ends, link.consumer, link.barrier, link.item_bytes, link.via)
-            known = edges.get((*ends, link.consumer))
-            edges[(*ends, link.consumer)] = edge if known is None or edge.barrier else known
+            known = edges.get((link.producer, link.consumer))
+            barrier = link.barrier or (known is not None and known.barrier)
+            edges[link.producer, link.consumer] = Edge(*ends, link.consumer, barrier, link.item_bytes, link.via)
     publishes = tuple(s for s in graph.stages if s.kind == flow_pb2.STAGE_KIND_PUBLISH)
     return Workflow(graph, nodes, tuple(edges.values()), volumes, publishes)
 

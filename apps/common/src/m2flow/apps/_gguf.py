@@ -1,0 +1,36 @@
+"""A GGUF file from a package to a Hugging Face directory: `python -m m2flow.apps._gguf PACKAGE DIRECTORY`."""
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+
+def gguf_file(package: str) -> Path:
+    """The one .gguf file of an installed distribution, found without importing it."""
+    files = [file for file in importlib.metadata.files(package) or [] if file.suffix == ".gguf"]
+    if len(files) != 1:
+        raise FileNotFoundError(f"{package}: got {len(files)} .gguf files, want 1: reinstall it")
+    return Path(str(files[0].locate()))
+
+
+def convert(gguf: Path, directory: Path) -> None:
+    """Writes float32 safetensors, config and tokenizer to `directory`."""
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    config = quantised.config
+    # save_pretrained refuses a model that says it is quantised; its weights are plain by now.
+    del config.quantization_config
+    with torch.device("meta"):
+        model = type(quantised)(config)
+    model.load_state_dict(quantised.state_dict(), assign=True)
+    model.tie_weights()
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    convert(gguf_file(sys.argv[1]), Path(sys.argv[2]))

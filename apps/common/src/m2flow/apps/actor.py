@@ -1,0 +1,200 @@
+"""The actor worker: graded groups in, gradients and optimiser steps, weights out."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from m2flow.apps.policy_loss import Aggregation, PolicyLoss, PolicyLossConfig, graded_samples
+from m2flow.worker import Item, Worker, stage
+from m2flow.worker.engines.memory import keep_freed_pages
+from m2flow.worker.engines.trainer import Metrics
+from m2flow.worker.engines.trainer.adamw import AdamWConfig
+from m2flow.worker.engines.trainer.torch_engine import TorchTrainerConfig, TorchTrainerEngine
+
+__all__ = ["ActorConfig", "ActorWorker"]
+
+_STATE = "trainer.safetensors"
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    """Attributes:
+    model: Hugging Face model directory, with its tokenizer.
+    groups_per_minibatch: groups that one optimiser step is taken on; group g of an iteration, counted by its place
+      at the source, belongs to minibatch g // groups_per_minibatch.
+    steps_per_iteration: optimiser steps between two publications; see `policy_loss` for what it decides.
+    microbatch_tokens: most tokens of one forward and backward pass.
+    lr, betas, weight_decay, max_grad_norm: AdamW's.
+    clip_low, clip_high, loss_aggregation: the policy loss's, see `PolicyLossConfig`.
+    temperature: the sampler's.
+    resume: directory that `save_checkpoint` wrote, which then takes the place of `model`; or empty.
+    """
+
+    model: str
+    groups_per_minibatch: int
+    steps_per_iteration: int = 1
+    microbatch_tokens: int = 4096
+    lr: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    loss_aggregation: Aggregation = "token_mean"
+    temperature: float = 1.0
+    resume: str = ""
+
+
+class ActorWorker(Worker):
+    """Its config is an `ActorConfig` as a dict."""
+
+    in_step: ClassVar[bool] = True
+
+    def setup(self) -> None:
+        """Loads the model, and a checkpoint's state where there is one: seconds."""
+        keep_freed_pages()
+        self._config = config = ActorConfig(**{**self.config, "betas": tuple(self.config.get("betas", (0.9, 0.95)))})
+        optimizer = AdamWConfig(config.lr, config.betas, 1e-8, config.weight_decay, config.max_grad_norm)
+        self._engine = TorchTrainerEngine(
+            TorchTrainerConfig(self._directory, optimizer, config.microbatch_tokens, config.temperature)
+        )
+        if config.resume:
+            # The parameters are the directory's model: the state beside it holds the rest.
+            state = load_file(Path(config.resume) / _STATE)
+            self._engine.load_state_dict(_parameters(self._engine.state_dict()) | state)
+        loss = PolicyLossConfig(config.clip_low, config.clip_high, config.loss_aggregation)
+        self._loss = PolicyLoss(loss, on_policy=config.steps_per_iteration == 1)
+        self._minibatch = _Minibatch()
+
+    @stage
+    def logprobs(self, items: list[Item]) -> Iterator[Item]:
+        """Each group's members with `old_logprobs`, the present policy's: for steps that differ from the sampler."""
+        for group in items:
+            values = self._engine.logprobs([graded.sample for graded in graded_samples(group)])
+            members = [m.with_fields(old_logprobs=v) for m, v in zip(group.members, values, strict=True)]
+            yield replace(group, members=tuple(members))
+
+    @stage
+    def train(self, items: list[Item]) -> list[Item]:
+        """Accumulates the groups' gradients, and steps whenever a minibatch is whole.
+
+        Gives an item for each group, without its tokens: what became of it, and under `metrics` what the optimiser
+        step that it completed came to (empty for the others).
+        """
+        receipts = []
+        for place, run in groupby(items, key=self._place):
+            groups = list(run)
+            if not self._minibatch.continues(place, groups):
+                self._step()
+            self._accumulate(place, groups)
+            whole = len(self._minibatch.seen) == self._config.groups_per_minibatch
+            metrics = self._step() if whole else {}
+            receipts += [_receipt(group, metrics if group is groups[-1] else {}) for group in groups]
+        return receipts
+
+    def named_weights(self) -> Mapping[str, Tensor]:
+        """The parameters. A minibatch that a lost group left incomplete is stepped first."""
+        self._step()
+        return self._engine.named_weights()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters, optimiser and step count."""
+        return self._engine.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Becomes what another was."""
+        self._engine.load_state_dict(state)
+
+    def save_checkpoint(self, directory: str) -> None:
+        """Writes what `from_pretrained` loads, and the state that `resume` reads, into an existing directory."""
+        path = Path(directory)
+        self._engine.save_pretrained(path)
+        AutoTokenizer.from_pretrained(Path(self._directory), local_files_only=True).save_pretrained(path)
+        state = self._engine.state_dict()
+        save_file({name: state[name] for name in state.keys() - _parameters(state).keys()}, path / _STATE)
+
+    def resident_bytes(self) -> int:
+        """The bytes of parameters and optimiser."""
+        return self._engine.resident_bytes()
+
+    @property
+    def _directory(self) -> str:
+        return self._config.resume or self._config.model
+
+    def _place(self, group: Item) -> tuple[int, int]:
+        return group.iteration, group.seq[0] // self._config.groups_per_minibatch
+
+    def _accumulate(self, place: tuple[int, int], groups: Sequence[Item]) -> None:
+        graded = [sample for group in groups for sample in graded_samples(group)]
+        minibatch = self._minibatch
+        minibatch.place = place
+        minibatch.seen |= {group.seq for group in groups}
+        minibatch.weight += sum(self._loss.weight(sample.sample) for sample in graded)
+        # Equal rewards give advantages of 0: no gradient, so no pass.
+        teaching = [
+            sample for group in groups if np.any(group.fields["advantages"]) for sample in graded_samples(group)
+        ]
+        if teaching:
+            sums = self._engine.accumulate([sample.sample for sample in teaching], self._loss.bind(teaching))
+            for name, value in sums.items():
+                minibatch.sums[name] = minibatch.sums.get(name, 0.0) + value
+
+    def _step(self) -> Metrics:
+        """Takes the optimiser step of the minibatch at hand, if any; returns its metrics."""
+        minibatch, self._minibatch = self._minibatch, _Minibatch()
+        if not minibatch.weight:
+            return {}
+        done = self._engine.step(minibatch.weight)
+        sums = dict(minibatch.sums)
+        num_tokens = sums.pop("tokens", 0.0)
+        found = {"actor/grad_norm": done["grad_norm"], "actor/lr": done["lr"]}
+        if num_tokens:
+            found["actor/pg_loss"] = sums.pop("actor/pg_loss") / minibatch.weight
+            found |= {name: value / num_tokens for name, value in sums.items()}
+        return found
+
+
+@dataclass
+class _Minibatch:
+    """What is accumulated of the next optimiser step: of which groups, and sums."""
+
+    place: tuple[int, int] = (-1, -1)
+    seen: set[tuple[int, ...]] = field(default_factory=set)
+    weight: float = 0.0
+    sums: Metrics = field(default_factory=dict)
+
+    def continues(self, place: tuple[int, int], groups: Sequence[Item]) -> bool:
+        """Whether these groups belong to it; one that it has seen is the next epoch's."""
+        return not self.seen or (place == self.place and self.seen.isdisjoint(group.seq for group in groups))
+
+
+def _parameters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state.items() if name.startswith("param.")}
+
+
+def _receipt(group: Item, metrics: Metrics) -> Item:
+    """A group for the driver: what people and metrics need of it, without its tokens."""
+    members = group.members
+    first = members[0].fields
+    return Item(
+        group.seq,
+        group.iteration,
+        {
+            "prompt": first["prompt"],
+            "answer": first["answer"],
+            "completions": [member.fields["completion"] for member in members],
+            "rewards": [float(reward) for reward in group.fields["rewards"]],
+            "versions": [int(member.fields["policy_version"]) for member in members],
+            "prompt_length": len(first["prompt_ids"]),
+            "lengths": [len(member.fields["completion_ids"]) for member in members],
+            "clipped": [member.fields["finish_reason"] == "length" for member in members],
+            "metrics": metrics,
+        },
+    )

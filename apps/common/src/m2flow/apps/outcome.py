@@ -1,0 +1,55 @@
+"""What a step's receipts come to: numbers by verl's names, and rollouts to look at."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from m2flow.apps.app import StepOutcome
+from m2flow.worker import Item
+
+__all__ = ["measure"]
+
+
+def measure(receipts: Sequence[Item]) -> StepOutcome:
+    """Returns the outcome of the groups that an actor gave back; the metrics of several optimiser steps are averaged.
+
+    `groups/all_equal` counts the groups whose rewards are all the same, which teach nothing.
+    """
+    by_seq = {receipt.seq: receipt for receipt in receipts}  # epochs give a receipt each
+    groups = [by_seq[seq].fields for seq in sorted(by_seq)]
+    rewards = [reward for group in groups for reward in group["rewards"]]
+    lengths = [length for group in groups for length in group["lengths"]]
+    clipped = [cut for group in groups for cut in group["clipped"]]
+    prompt_lengths = [group["prompt_length"] for group in groups]
+    prompt_tokens = sum(group["prompt_length"] * len(group["lengths"]) for group in groups)
+    metrics = {
+        "critic/score/mean": _mean(rewards),
+        "critic/score/max": max(rewards),
+        "critic/score/min": min(rewards),
+        "response_length/mean": _mean(lengths),
+        "response_length/max": float(max(lengths)),
+        "response_length/clip_ratio": _mean(clipped),
+        "prompt_length/mean": _mean(prompt_lengths),
+        "groups/count": float(len(groups)),
+        "groups/all_equal": float(sum(len(set(group["rewards"])) == 1 for group in groups)),
+        "tokens": float(prompt_tokens + sum(lengths)),
+    }
+    steps: dict[str, list[float]] = defaultdict(list)
+    for receipt in receipts:
+        for name, value in receipt.fields["metrics"].items():
+            steps[name].append(value)
+    rows = [
+        {
+            "prompt": group["prompt"],
+            "completion": completion,
+            "answer": group["answer"],
+            "reward": reward,
+            "policy_version": version,
+        }
+        for group in groups
+        for completion, reward, version in zip(group["completions"], group["rewards"], group["versions"], strict=True)
+    ]
+    return StepOutcome(metrics | {name: _mean(values) for name, values in steps.items()}, rows)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

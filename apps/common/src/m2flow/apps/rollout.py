@@ -1,0 +1,128 @@
+"""The rollout worker: prompts in, completions out, by a rollout engine; and answers to held-out problems."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from m2flow.apps.seeding import derived_seed
+from m2flow.worker import Item, Worker, stage
+from m2flow.worker.engines.memory import keep_freed_pages
+from m2flow.worker.engines.rollout import Prompt, SamplingParams
+from m2flow.worker.engines.rollout.torch_engine import TorchRolloutConfig, TorchRolloutEngine
+
+__all__ = ["RolloutConfig", "RolloutWorker"]
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Attributes:
+    model: Hugging Face model directory, with its tokenizer.
+    samples_per_prompt: completions of each prompt.
+    max_new_tokens, temperature, top_p: how they are drawn.
+    stop: texts that end a completion, each one token of the model, besides its end-of-sequence token.
+    seed: the run's; with iteration, place and index it seeds each sample.
+    dtype: precision of generation, or "auto".
+    """
+
+    model: str
+    samples_per_prompt: int
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ("\n",)
+    seed: int = 0
+    dtype: str = "float32"
+
+
+class RolloutWorker(Worker):
+    """Its config is a `RolloutConfig` as a dict. A sample depends on seed, place and weights, not on the plan."""
+
+    on_death: ClassVar[Literal["retry", "drop", "stop"]] = "retry"
+
+    def setup(self) -> None:
+        """Loads model and tokenizer: seconds."""
+        keep_freed_pages()
+        config = RolloutConfig(**{**self.config, "stop": tuple(self.config.get("stop", ("\n",)))})
+        self._config = config
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(Path(config.model), local_files_only=True)
+        self._engine = TorchRolloutEngine(TorchRolloutConfig(config.model, dtype=config.dtype))
+        self._stop_token_ids = self._stop_tokens()
+
+    @stage
+    def generate(self, items: list[Item]) -> Iterator[Item]:
+        """The samples of each prompt, as children by "prompt", a prompt's together as soon as its last one ends.
+
+        Reads `prompt` (text) and `chat`; adds `prompt_ids` and `completion_ids` (int32), `logprobs` (float32, of the
+        policy that sampled), `completion` (text), `finish_reason` and `policy_version`.
+        """
+        config, size = self._config, self._config.samples_per_prompt
+        prompts = [Prompt(self._prompt_ids(item.fields), self._seeds(item)) for item in items]
+        params = SamplingParams(config.max_new_tokens, config.temperature, config.top_p, self._stop_token_ids)
+        for index, completions in self._engine.generate(prompts, params):
+            prompt_ids = np.array(prompts[index].token_ids, dtype=np.int32)
+            for number, completion in enumerate(completions):
+                yield items[index].child(
+                    number,
+                    size,
+                    "prompt",
+                    prompt_ids=prompt_ids,
+                    completion_ids=completion.token_ids,
+                    logprobs=completion.logprobs,
+                    completion=self._text(completion.token_ids),
+                    finish_reason=completion.finish_reason,
+                    policy_version=self._engine.policy_version,
+                )
+
+    def answer(
+        self, problems: list[dict[str, Any]], num_samples: int, temperature: float, seed: int
+    ) -> list[list[str]]:
+        """`num_samples` completions of each of this rank's problems (rank r has r, r + world_size ...), as text."""
+        mine = problems[self.context.rank :: self.context.world_size]
+        prompts = [
+            Prompt(self._prompt_ids(fields), [derived_seed(seed, fields["prompt"], n) for n in range(num_samples)])
+            for fields in mine
+        ]
+        params = SamplingParams(self._config.max_new_tokens, temperature, stop_token_ids=self._stop_token_ids)
+        answers: dict[int, list[str]] = {
+            index: [self._text(completion.token_ids) for completion in completions]
+            for index, completions in self._engine.generate(prompts, params)
+        }
+        return [answers[index] for index in range(len(mine))]
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Takes published weights; what is generated from now on has them."""
+        self._engine.load_weights(weights, version)
+
+    def resident_bytes(self) -> int:
+        """The bytes of the model."""
+        return self._engine.resident_bytes()
+
+    def _seeds(self, item: Item) -> list[int]:
+        place = (item.iteration, *item.seq)
+        return [derived_seed(self._config.seed, "sample", *place, n) for n in range(self._config.samples_per_prompt)]
+
+    def _prompt_ids(self, fields: Mapping[str, Any]) -> list[int]:
+        if fields.get("chat"):
+            message = [{"role": "user", "content": fields["prompt"]}]
+            text = self._tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+            return list(self._tokenizer(text, add_special_tokens=False).input_ids)
+        return list(self._tokenizer(fields["prompt"]).input_ids)
+
+    def _text(self, token_ids: np.ndarray[Any, np.dtype[np.int32]]) -> str:
+        return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+    def _stop_tokens(self) -> tuple[int, ...]:
+        stops = [int(self._tokenizer.eos_token_id)]
+        for text in self._config.stop:
+            token_ids = self._tokenizer(text, add_special_tokens=False).input_ids
+            if len(token_ids) != 1:
+                raise ValueError(
+                    f"stop: {text!r} is {len(token_ids)} tokens of this model, want 1: choose another text"
+                )
+            stops.append(int(token_ids[0]))
+        return tuple(stops)

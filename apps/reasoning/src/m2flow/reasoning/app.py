@@ -1,0 +1,93 @@
+"""What m2flow-reasoning is made of: its settings, its recipe, its workers and its data, put together."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from m2flow.apps.actor import ActorWorker
+from m2flow.apps.app import App, Job
+from m2flow.apps.evaluation import Evaluation
+from m2flow.apps.model import prepare_model
+from m2flow.apps.outcome import measure
+from m2flow.apps.reward import RewardWorker
+from m2flow.apps.rollout import RolloutWorker
+from m2flow.apps.tasks import make_task, task_problems
+from m2flow.reasoning.config import ReasoningConfig
+from m2flow.reasoning.recipe import grpo
+from m2flow.worker import GroupSpec, Item
+
+__all__ = ["APP"]
+
+_HERE = Path(__file__).parent
+
+
+def _build(config: ReasoningConfig, weights: Path, resume: Path | None) -> Job:
+    task = make_task(config.task, config.task_options, config.seed)
+
+    def items(step: int) -> Sequence[Item]:
+        problems = task.training(step, config.prompts_per_step)
+        return [Item((place,), step, problem.fields()) for place, problem in enumerate(problems)]
+
+    return Job(
+        program=grpo,
+        groups={
+            "rollout": _rollout(config, weights),
+            "reward": _reward(config),
+            "actor": _actor(config, weights, resume),
+        },
+        expansions={"rollout.generate": float(config.samples_per_prompt)},
+        items=items,
+        measure=measure,
+        evaluate=Evaluation(
+            task,
+            num_problems=config.evaluation.num_problems,
+            samples_per_problem=config.evaluation.samples_per_problem,
+            temperature=config.sampling.temperature,
+            seed=config.seed,
+        ),
+    )
+
+
+def _rollout(config: ReasoningConfig, weights: Path) -> GroupSpec:
+    settings = {
+        "model": str(weights),
+        "samples_per_prompt": config.samples_per_prompt,
+        "max_new_tokens": config.sampling.max_new_tokens,
+        "temperature": config.sampling.temperature,
+        "seed": config.seed,
+        "dtype": config.model.rollout_dtype,
+    }
+    return RolloutWorker.group(settings, name="rollout", devices_per_rank=None)
+
+
+def _reward(config: ReasoningConfig) -> GroupSpec:
+    settings = {"task": config.task, "task_options": dict(config.task_options), "seed": config.seed}
+    return RewardWorker.group(settings, name="reward")
+
+
+def _actor(config: ReasoningConfig, weights: Path, resume: Path | None) -> GroupSpec:
+    minibatches = config.prompts_per_step * config.samples_per_prompt // config.minibatch_size
+    settings = {
+        "model": str(weights),
+        "groups_per_minibatch": config.minibatch_size // config.samples_per_prompt,
+        "steps_per_iteration": minibatches * config.num_epochs,
+        "microbatch_tokens": config.microbatch_tokens,
+        "lr": config.optimiser.lr,
+        "betas": list(config.optimiser.betas),
+        "weight_decay": config.optimiser.weight_decay,
+        "max_grad_norm": config.optimiser.max_grad_norm,
+        "temperature": config.sampling.temperature,
+        "resume": str(resume or ""),
+    }
+    return ActorWorker.group(settings, name="actor", devices_per_rank=None)
+
+
+APP: App[ReasoningConfig] = App(
+    name="reasoning",
+    config_class=ReasoningConfig,
+    recipes={path.stem: path for path in sorted((_HERE / "recipes").glob("*.yaml"))},
+    default_recipe="two_digit",
+    default_profile=_HERE / "profile.yaml",
+    problems=lambda config: task_problems(config.task, config.task_options),
+    prepare=lambda config: prepare_model(config.model.source, config.model.cache_dir),
+    build=_build,
+)

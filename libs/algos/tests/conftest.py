@@ -1,8 +1,8 @@
 """How many cases the properties try, and the batches that they are tried on."""
 
 import os
+import warnings
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -22,7 +22,19 @@ Batch = dict[str, Tensor]
 def compiled() -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Return torch.compile that refuses a graph break; in the proofs the one graph is also lowered to code."""
     torch._dynamo.reset()
-    return partial(torch.compile, fullgraph=True, backend="inductor" if PROOFS else "eager")
+
+    def compile_(function: Callable[..., object]) -> Callable[..., object]:
+        inner = torch.compile(function, fullgraph=True, backend="inductor" if PROOFS else "eager")
+
+        def run(*operands: object) -> object:
+            with warnings.catch_warnings():
+                # Lowering imports parts of torch that warn of other parts of torch.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                return inner(*operands)
+
+        return run
+
+    return compile_
 
 
 @pytest.fixture(scope="session")

@@ -148,7 +148,7 @@ def test_windows_never_cross_a_trajectorys_end() -> None:
     for k, length in enumerate((1, 3, 10)):
         memory.add(walk(length, first=100.0 * k))
     assert len(memory) == 14
-    got = memory.sample(200, num_steps=4, generator=generator())
+    got = memory.sample(batch_size=200, num_steps=4, generator=generator())
     assert got.fields["observation"].shape == (200, 4)
     assert got.fields["action"].shape == (200, 4, 2)
     assert (got.weights == 1).all()
@@ -167,7 +167,7 @@ def test_every_step_is_as_likely_to_be_first() -> None:
     memory = replay.UniformReplay(100)
     for k, length in enumerate((1, 4, 5)):
         memory.add(walk(length, first=100.0 * k))
-    draws = memory.sample(20_000, num_steps=1, generator=generator(1)).fields["observation"][:, 0]
+    draws = memory.sample(batch_size=20_000, num_steps=1, generator=generator(1)).fields["observation"][:, 0]
     _, counts = draws.unique(return_counts=True)
     assert len(counts) == 10
     # 2,000 draws expected of each, with a standard deviation of 42: five of them either way.
@@ -179,7 +179,7 @@ def test_the_oldest_trajectories_make_room() -> None:
     assert [memory.add(walk(n)) for n in (3, 3)] == [0, 1]
     assert memory.add(walk(1)) == 2
     assert len(memory) == 4
-    assert set(memory.sample(99, num_steps=1, generator=generator()).trajectory_ids.tolist()) == {1, 2}
+    assert set(memory.sample(batch_size=99, num_steps=1, generator=generator()).trajectory_ids.tolist()) == {1, 2}
     memory.add(walk(6))
     assert len(memory) == 6
 
@@ -192,8 +192,8 @@ def test_a_seed_repeats_a_sample_and_a_state_goes_on() -> None:
     other = replay.PrioritizedReplay(20)
     other.load_state_dict(memory.state_dict())
     for replayed in (memory, other):
-        got = replayed.sample(8, num_steps=2, generator=generator(3))
-        want = memory.sample(8, num_steps=2, generator=generator(3))
+        got = replayed.sample(batch_size=8, num_steps=2, generator=generator(3))
+        want = memory.sample(batch_size=8, num_steps=2, generator=generator(3))
         torch.testing.assert_close(got.fields, want.fields)
         torch.testing.assert_close(got.weights, want.weights)
     assert other.add(walk(1)) == 3
@@ -206,7 +206,7 @@ def test_priorities_shape_draws_and_weights() -> None:
     for _ in range(2):
         memory.add(walk(2))
     memory.update(torch.tensor([0, 1]), floats(1.0, 3.0))
-    got = memory.sample(10_000, num_steps=1, generator=generator(4))
+    got = memory.sample(batch_size=10_000, num_steps=1, generator=generator(4))
     second = got.trajectory_ids == 1
     # A chance of 3/4, with a standard deviation of 43 in 10,000 draws.
     assert abs(int(second.sum()) - 7500) < 217
@@ -223,7 +223,7 @@ def test_replay_errors_say_what_to_do() -> None:
     with pytest.raises(
         SettingError, match=r"sample: the replay is empty, want one trajectory at least: add some first"
     ):
-        memory.sample(1, num_steps=1, generator=generator())
+        memory.sample(batch_size=1, num_steps=1, generator=generator())
     with pytest.raises(
         ShapeError, match=r"add: lengths are {'observation': 4, 'action': 4}, want one for all, from 1 to"
     ):
@@ -236,7 +236,7 @@ def test_replay_errors_say_what_to_do() -> None:
     with pytest.raises(ShapeError, match=r"add: fields are .* want those held"):
         memory.add({"observation": floats(1)})
     with pytest.raises(SettingError, match=r"sample: batch_size is 0, want 1 or more"):
-        memory.sample(0, num_steps=1, generator=generator())
+        memory.sample(batch_size=0, num_steps=1, generator=generator())
     ranked = replay.PrioritizedReplay(3)
     with pytest.raises(SettingError, match=r"update: priority is 0.0, want a finite one over 0"):
         ranked.update(torch.tensor([0]), floats(0.0))
@@ -250,7 +250,7 @@ def test_rlpd_mixes_and_takes_a_few_critics() -> None:
     offline.add(walk(5, first=100.0))
 
     def batch(share: float) -> list[bool]:
-        got = rlpd.mixed_batch(online, offline, 5, num_steps=2, generator=generator(), offline_share=share)
+        got = rlpd.mixed_batch(online, offline, batch_size=5, num_steps=2, generator=generator(), offline_share=share)
         assert got.mask.shape == (5, 2)
         return (got.fields["observation"][:, 0] > 100).tolist()
 
@@ -268,4 +268,4 @@ def test_rlpd_mixes_and_takes_a_few_critics() -> None:
     other = replay.UniformReplay(5)
     other.add({"observation": floats(1)})
     with pytest.raises(ShapeError, match=r"mixed_batch: online has \['action', 'observation'\] and offline"):
-        rlpd.mixed_batch(online, other, 4, num_steps=1, generator=generator())
+        rlpd.mixed_batch(online, other, batch_size=4, num_steps=1, generator=generator())

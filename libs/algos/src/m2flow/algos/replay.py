@@ -86,7 +86,7 @@ class UniformReplay:
         self._next_id += 1
         return self._next_id - 1
 
-    def sample(self, batch_size: int, *, num_steps: int, generator: torch.Generator) -> Windows:
+    def sample(self, *, batch_size: int, num_steps: int, generator: torch.Generator) -> Windows:
         """Return B windows of L = num_steps steps, drawn with return.
 
         Args:

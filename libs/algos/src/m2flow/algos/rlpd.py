@@ -14,8 +14,8 @@ from m2flow.algos.replay import UniformReplay, Windows
 def mixed_batch(
     online: UniformReplay,
     offline: UniformReplay,
-    batch_size: int,
     *,
+    batch_size: int,
     num_steps: int,
     generator: torch.Generator,
     offline_share: float = 0.5,
@@ -35,7 +35,7 @@ def mixed_batch(
     _check.within("mixed_batch", "offline_share", offline_share, 0.0, 1.0)
     num_offline = round(batch_size * offline_share)
     parts = [
-        replay.sample(count, num_steps=num_steps, generator=generator)
+        replay.sample(batch_size=count, num_steps=num_steps, generator=generator)
         for replay, count in ((online, batch_size - num_offline), (offline, num_offline))
         if count
     ]

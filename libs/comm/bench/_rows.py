@@ -43,12 +43,12 @@ def row(
     assert judged is not None
     return {
         "name": name,
-        "value": value,
+        "value": float(value),
         "unit": unit,
         "peer": f"{peer} {peer_value:.4g} {unit}" if peer else "",
         "ratio": ratio,
         "target": f"{'>=' if at_least else '<='} {target}{'x' if on_ratio else ''}",
-        "holds": judged >= target if at_least else judged <= target,
+        "holds": bool(judged >= target if at_least else judged <= target),
         "command": "nox -s bench -- comm",
         "machine": machine(),
     }

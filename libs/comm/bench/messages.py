@@ -75,6 +75,33 @@ def consumer(endpoint: Endpoint, batch: str) -> dict[str, Any]:
     return {"start": started, "end": time.monotonic(), "count": len(delays), "us": median_us(delays)}
 
 
+def slow_consumer(endpoint: Endpoint, pause_s: str) -> list[float]:
+    """Takes items one by one, each costing it `pause_s`; returns how many, and from when to when."""
+    channel = endpoint.channel("q", host="index")
+    times: list[float] = []
+    try:
+        while True:
+            lease = channel.get()
+            times.append(time.monotonic())
+            time.sleep(float(pause_s))
+            channel.ack(lease)
+    except ChannelClosedError:
+        return [len(times), times[0], time.monotonic()]
+
+
+def balance(pause_s: float = 0.02, count: int = 300) -> float:
+    """Returns the throughput of a consumer and one four times slower, as a share of the sum of both alone."""
+    with Cast(__file__) as cast:
+        cast.start("index", "index", "p0", "fast,slow")
+        takers = [cast.start("slow_consumer", "fast", pause_s), cast.start("slow_consumer", "slow", 4 * pause_s)]
+        time.sleep(1.5)
+        maker = cast.start("producer", "p0", count, 1, 0)
+        taken = [said(process) for process in takers]
+        said(maker)
+    seconds = max(end for _, _, end in taken) - min(start for _, start, _ in taken)
+    return float(sum(number for number, _, _ in taken) / seconds / (1 / pause_s + 1 / (4 * pause_s)))
+
+
 def call_latency_us(count: int = 2000) -> float:
     with Cast(__file__) as cast:
         receiver = cast.start("call_receiver", "receiver", count)
@@ -109,9 +136,12 @@ def measure() -> Iterator[dict[str, Any]]:
     ):
         rate = channel_run(num_pairs, count, batch)[0]
         yield row(f"{name}, through a channel", rate, "messages/s", target=target, at_least=True)
+    name = "a consumer and one four times slower, of the sum of both"
+    yield row(name, balance(), "of the sum", target=0.9, at_least=True)
 
 
 ROLES = {
+    "slow_consumer": slow_consumer,
     "call_receiver": call_receiver,
     "call_sender": call_sender,
     "index": index,

@@ -129,6 +129,15 @@ def test_any_n_to_any_m(tmp_path: Path, num_sources: int, num_targets: int, way:
                 assert loaded[name].dtype == expected.dtype
                 assert tuple(loaded[name].shape) == box.shape
                 assert bool((loaded[name] == expected).all())
+            own = {
+                name: expected.clone() if torch.is_tensor(expected) else expected.copy()
+                for name, expected in loaded.items()
+            }
+            for value in own.values():
+                value[...] = 0
+            receiver.prepare(4, timeout_s=20)
+            receiver.commit_into(own)
+            assert all(bool((own[name] == loaded[name]).all()) for name in boxes)
     finally:
         for endpoint in [*targets, *sources]:
             endpoint.close()
@@ -170,6 +179,15 @@ def test_a_failure_before_commit_leaves_the_old_version_and_one_during_it_none(m
     assert loaded["x"].max() == loaded["x"].min() == 2
     with pytest.raises(CommError, match="nothing is prepared"):
         receiver.commit(loaded.update)
+
+
+def test_a_target_of_another_shape_is_refused(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    trainer.stage_weights("policy", 1, {"x": np.zeros((2, 3))})
+    receiver = rollout.weight_receiver("policy", sources=["trainer"])
+    receiver.prepare(1, timeout_s=5)
+    with pytest.raises(ValueError, match=r"'x' has shape \(3, 2\), want \(2, 3\)"):
+        receiver.commit_into({"x": np.zeros((3, 2))})
 
 
 def test_what_is_wanted_and_missing_is_named(make_endpoint: Any) -> None:

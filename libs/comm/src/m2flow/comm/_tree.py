@@ -4,6 +4,7 @@ Every element costs at least one byte of what is read, so a count that exceeds t
 before anything is made from it.
 """
 
+import itertools
 import math
 import struct
 from collections.abc import Callable
@@ -23,6 +24,7 @@ MAX_NDIM = 32
 
 Bytes = npt.NDArray[np.uint8]
 _U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
 _I64 = struct.Struct("<q")
 _F64 = struct.Struct("<d")
 _ARRAY = struct.Struct("<BB")
@@ -117,8 +119,7 @@ class TreeWriter:
 
     def _dict(self, value: dict[Any, Any]) -> None:
         self._count(b"m", len(value))
-        for key, item in value.items():
-            self._all((key, item))
+        self._all(itertools.chain.from_iterable(value.items()))
 
     def _ndarray(self, value: npt.NDArray[Any]) -> None:
         self._array(b"A", value)
@@ -150,114 +151,135 @@ _WRITERS: dict[type, Callable[[TreeWriter, Any], None]] = {
 class TreeReader:
     """Reads one tree from its tagged bytes; `next_part(size)` gives the bytes beside it, in order.
 
-    `next_part` raises PayloadError where fewer bytes are left, before anything is made from them.
+    `next_part` raises PayloadError where fewer bytes are left, before anything is made from them. The common tags are
+    read in line, as this is the path of every item; positions are passed along instead of kept.
     """
 
     def __init__(self, data: bytes, next_part: Callable[[int], Bytes]) -> None:
         self._data = data
-        self._at = 0
+        self._size = len(data)
         self._depth = 0
         self._next_part = next_part
 
     def read_all(self) -> Any:
         """Returns the tree; raises PayloadError unless the bytes hold exactly one."""
-        tree = self.read()
-        if self._at != len(self._data):
-            raise PayloadError(f"got {len(self._data) - self._at} bytes after the tree, want none")
+        try:
+            tree, end = self.read(0)
+        except (struct.error, IndexError) as error:
+            raise PayloadError(f"got a tree of {self._size} bytes that is cut short: {error}") from error
+        if end != self._size:
+            raise PayloadError(f"got {self._size - end} bytes after the tree, want none")
         return tree
 
-    def read(self) -> Any:
-        """Returns the next value."""
-        at = self._at
-        if at >= len(self._data):
-            raise PayloadError(f"got a tree of {at} bytes, want more: it is cut short")
-        self._at = at + 1
-        reader = _READERS.get(self._data[at])
+    def read(self, at: int) -> tuple[Any, int]:
+        """Returns the value at a position, and the position after it."""
+        data = self._data
+        tag = data[at]
+        if tag == _STR:
+            end = at + 5 + _U32.unpack_from(data, at + 1)[0]
+            if end > self._size:
+                raise self._cut(end)
+            return _decode_text(data[at + 5 : end]), end
+        if tag == _INT:
+            return _I64.unpack_from(data, at + 1)[0], at + 9
+        if tag == _FLOAT:
+            return _F64.unpack_from(data, at + 1)[0], at + 9
+        reader = _READERS.get(tag)
         if reader is None:
-            raise PayloadError(f"got tag {self._data[at]:#x} in a tree, want one that this version knows")
-        return reader(self)
+            raise PayloadError(f"got tag {tag:#x} in a tree, want one that this version knows")
+        return reader(self, at + 1)
 
-    def _take(self, size: int) -> bytes:
-        start, self._at = self._at, self._at + size
-        if self._at > len(self._data):
-            raise PayloadError(f"got a tree of {len(self._data)} bytes, want at least {self._at}: it is cut short")
-        return self._data[start : self._at]
+    def _cut(self, end: int) -> PayloadError:
+        return PayloadError(f"got a tree of {self._size} bytes, want at least {end}: it is cut short")
 
-    def _u32(self) -> int:
-        return int.from_bytes(self._take(4), "little")
+    def _take(self, at: int) -> tuple[bytes, int]:
+        """Returns the bytes whose count stands at a position."""
+        end = at + 4 + _U32.unpack_from(self._data, at)[0]
+        if end > self._size:
+            raise self._cut(end)
+        return self._data[at + 4 : end], end
 
-    def _text(self) -> str:
-        return _decode_text(self._take(self._u32()))
-
-    def _sequence(self, count: int) -> list[Any]:
-        if count > len(self._data) - self._at:
-            raise PayloadError(f"got a count of {count} with {len(self._data) - self._at} bytes left")
+    def _count(self, at: int) -> int:
+        count = int(_U32.unpack_from(self._data, at)[0])
+        if count > self._size - at:
+            raise PayloadError(f"got a count of {count} with {self._size - at} bytes left")
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise PayloadError(f"got a tree nested deeper than {MAX_DEPTH}")
-        values = [self.read() for _ in range(count)]
+        return count
+
+    def _none(self, at: int) -> tuple[None, int]:
+        return None, at
+
+    def _true(self, at: int) -> tuple[bool, int]:
+        return True, at
+
+    def _false(self, at: int) -> tuple[bool, int]:
+        return False, at
+
+    def _big_int(self, at: int) -> tuple[int, int]:
+        data, end = self._take(at)
+        return int.from_bytes(data, "little", signed=True), end
+
+    def _bytes(self, at: int) -> tuple[bytes, int]:
+        return self._take(at)
+
+    def _long_bytes(self, at: int) -> tuple[bytes, int]:
+        return self._next_part(_U64.unpack_from(self._data, at)[0]).tobytes(), at + 8
+
+    def _long_str(self, at: int) -> tuple[str, int]:
+        return _decode_text(self._next_part(_U64.unpack_from(self._data, at)[0]).tobytes()), at + 8
+
+    def _list(self, at: int) -> tuple[list[Any], int]:
+        read, values = self.read, []
+        count, at = self._count(at), at + 4
+        for _ in range(count):
+            value, at = read(at)
+            values.append(value)
         self._depth -= 1
-        return values
+        return values, at
 
-    def _none(self) -> None:
-        return None
+    def _tuple(self, at: int) -> tuple[tuple[Any, ...], int]:
+        values, at = self._list(at)
+        return tuple(values), at
 
-    def _true(self) -> bool:
-        return True
-
-    def _false(self) -> bool:
-        return False
-
-    def _int(self) -> int:
-        return int.from_bytes(self._take(8), "little", signed=True)
-
-    def _big_int(self) -> int:
-        return int.from_bytes(self._take(self._u32()), "little", signed=True)
-
-    def _float(self) -> float:
-        return float(_F64.unpack(self._take(8))[0])
-
-    def _str(self) -> str:
-        return self._text()
-
-    def _bytes(self) -> bytes:
-        return self._take(self._u32())
-
-    def _long_bytes(self) -> bytes:
-        return self._next_part(struct.unpack("<Q", self._take(8))[0]).tobytes()
-
-    def _long_str(self) -> str:
-        return _decode_text(self._long_bytes())
-
-    def _list(self) -> list[Any]:
-        return self._sequence(self._u32())
-
-    def _tuple(self) -> tuple[Any, ...]:
-        return tuple(self._sequence(self._u32()))
-
-    def _dict(self) -> dict[Any, Any]:
-        tree: dict[Any, Any] = {}
-        for _ in range(self._u32()):
-            key, value = self._sequence(2)
+    def _dict(self, at: int) -> tuple[dict[Any, Any], int]:
+        read, tree = self.read, {}
+        count, at = self._count(at), at + 4
+        for _ in range(count):
+            key, at = read(at)
+            value, at = read(at)
             try:
                 tree[key] = value
             except TypeError as error:
                 raise PayloadError(f"got a dict key of type {type(key).__name__}: {error}") from error
-        return tree
+        self._depth -= 1
+        return tree, at
 
-    def _record(self) -> Any:
-        record = record_named(self._text(), self._u32())
-        return rebuild(record, self._sequence(len(record.fields)))
+    def _record(self, at: int) -> tuple[Any, int]:
+        name, at = self._take(at)
+        record = record_named(_decode_text(name), _U32.unpack_from(self._data, at)[0])
+        read, values = self.read, []
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise PayloadError(f"got a tree nested deeper than {MAX_DEPTH}")
+        at += 4
+        for _ in record.fields:
+            value, at = read(at)
+            values.append(value)
+        self._depth -= 1
+        return rebuild(record, values), at
 
-    def _shape(self, ndim: int) -> tuple[int, ...]:
+    def _shape(self, at: int, ndim: int) -> tuple[tuple[int, ...], int]:
         if ndim > MAX_NDIM:
             raise PayloadError(f"got an array of {ndim} dims, want at most {MAX_NDIM}")
-        return struct.unpack(f"<{ndim}Q", self._take(8 * ndim))
+        return struct.unpack_from(f"<{ndim}Q", self._data, at), at + 8 * ndim
 
-    def _array(self) -> npt.NDArray[Any]:
-        code, ndim = self._take(2)
-        dtype = _dtypes.dtype_of(code, self._text() if code == _dtypes.SPELT else "")
-        shape = self._shape(ndim)
+    def _array(self, at: int) -> tuple[npt.NDArray[Any], int]:
+        code, ndim = _ARRAY.unpack_from(self._data, at)
+        spelling, at = self._take(at + 2) if code == _dtypes.SPELT else (b"", at + 2)
+        dtype = _dtypes.dtype_of(code, _decode_text(spelling))
+        shape, at = self._shape(at, ndim)
         data = self._next_part(math.prod(shape) * dtype.itemsize)
         try:
             array = data.view(dtype).reshape(shape) if data.size else np.empty(shape, dtype)
@@ -265,21 +287,21 @@ class TreeReader:
             raise PayloadError(f"got an array of shape {shape}, which numpy refuses: {error}") from error
         # What arrives may be given to another reader after this one's death, so nobody writes to it.
         array.flags.writeable = False
-        return array
+        return array, at
 
-    def _scalar(self) -> Any:
-        array = self._array()
+    def _scalar(self, at: int) -> tuple[Any, int]:
+        array, at = self._array(at)
         if array.ndim:
             raise PayloadError(f"got a scalar of {array.ndim} dims, want 0")
-        return array[()]
+        return array[()], at
 
-    def _tensor(self) -> Any:
-        code, ndim = self._take(2)
+    def _tensor(self, at: int) -> tuple[Any, int]:
+        code, ndim = _ARRAY.unpack_from(self._data, at)
         item_size = _torch.item_size(code)
-        shape = self._shape(ndim)
+        shape, at = self._shape(at + 2, ndim)
         data = self._next_part(math.prod(shape) * item_size)
         try:
-            return _torch.from_bytes(code, shape, data if data.flags.writeable else data.copy())
+            return _torch.from_bytes(code, shape, data if data.flags.writeable else data.copy()), at
         except (RuntimeError, TypeError) as error:
             raise PayloadError(f"got a tensor of shape {shape}, which torch refuses: {error}") from error
 
@@ -291,14 +313,12 @@ def _decode_text(data: bytes) -> str:
         raise PayloadError(f"got text that is not UTF-8: {error}") from error
 
 
-_READERS: dict[int, Callable[[TreeReader], Any]] = {
+_STR, _INT, _FLOAT = b"sid"
+_READERS: dict[int, Callable[[TreeReader, int], tuple[Any, int]]] = {
     ord("N"): TreeReader._none,
     ord("t"): TreeReader._true,
     ord("f"): TreeReader._false,
-    ord("i"): TreeReader._int,
     ord("I"): TreeReader._big_int,
-    ord("d"): TreeReader._float,
-    ord("s"): TreeReader._str,
     ord("S"): TreeReader._long_str,
     ord("b"): TreeReader._bytes,
     ord("B"): TreeReader._long_bytes,
@@ -312,4 +332,4 @@ _READERS: dict[int, Callable[[TreeReader], Any]] = {
 }
 
 # Every tag that this version reads: what a fuzzer likes to write.
-TAGS = bytes(_READERS)
+TAGS = bytes((_STR, _INT, _FLOAT, *_READERS))

@@ -113,12 +113,30 @@ class WeightReceiver:
         A part that one source holds as it is wanted is given in place, for reading only; others are put together, at
         most a bucket of them at a time. When `load` raises, nothing is served until a commit succeeds.
         """
-        if self._prepared is None:
-            raise CommError(f"weights {self._name!r}: nothing is prepared: call prepare first")
-        version, parts = self._prepared
-        self.version = None
+        version, parts = self._begin()
         for bucket in self._buckets(parts):
             load(bucket)
+        return self._end(version)
+
+    def commit_into(self, targets: Mapping[str, Tree]) -> int:
+        """Like `commit`, copying every element once, straight into arrays or tensors of the wanted shapes."""
+        version, parts = self._begin()
+        for name, part in parts.items():
+            target = targets[name]
+            if tuple(target.shape) != part.box.shape:
+                raise ValueError(f"commit_into: {name!r} has shape {tuple(target.shape)}, want {part.box.shape}")
+            own = target.detach() if _torch.is_tensor(target) else target
+            for box, array in part.pieces:
+                own[box.slices(part.box)] = array
+        return self._end(version)
+
+    def _begin(self) -> tuple[int, dict[str, _Part]]:
+        if self._prepared is None:
+            raise CommError(f"weights {self._name!r}: nothing is prepared: call prepare first")
+        self.version = None
+        return self._prepared
+
+    def _end(self, version: int) -> int:
         self.version, self._prepared = version, None
         return version
 

@@ -1,0 +1,124 @@
+"""Large tensors: bandwidth of a channel on one host beside a memcpy and gloo, and cost with size."""
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from _rows import Cast, main, row, said
+
+from m2flow.comm import ChannelClosedError, Endpoint
+
+MIB = 1 << 20
+SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24, 1 << 26, 1 << 28]
+
+
+def memcpy_s(size: int, repeats: int = 10) -> float:
+    """Returns the median seconds of copying warm memory once."""
+    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def producer(endpoint: Endpoint, size: str, count: str) -> dict[str, float]:
+    channel = endpoint.channel("q", host="consumer")
+    array = np.ones(int(size), np.uint8)
+    for index in range(int(count)):
+        channel.put(array, id=str(index))
+    channel.close()
+    return {"arena": endpoint._fabric.pool.size_bytes, "memcpy_s": memcpy_s(int(size))}
+
+
+def consumer(endpoint: Endpoint, warm: str) -> dict[str, float]:
+    endpoint.host_channel("q", capacity=2, producers=["producer"], consumers=["consumer"])
+    channel = endpoint.channel("q", host="consumer")
+    times: list[float] = []
+    try:
+        while True:
+            lease = channel.get()
+            words = lease.item[: lease.item.size // 8 * 8].view(np.uint64)
+            np.bitwise_xor.reduce(words)
+            channel.ack(lease)
+            del lease, words
+            times.append(time.perf_counter())
+    except ChannelClosedError:
+        pass
+    steady = np.diff(times)[int(warm) :]
+    return {"median_s": float(np.median(steady))}
+
+
+def gloo_rank(endpoint: Endpoint, rank: str, port: str, count: str) -> float:
+    """Sends or receives, and reads, 64 MiB as often; the receiver's median seconds count."""
+    import torch
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", int(port), 2, rank == "0", timeout=timedelta(seconds=60))
+    group = dist.ProcessGroupGloo(store, int(rank), 2, timedelta(seconds=60))
+    tensor = torch.ones(64 * MIB, dtype=torch.uint8)
+    times = []
+    for _ in range(int(count)):
+        if rank == "0":
+            group.send([tensor], 1, 0).wait()
+        else:
+            group.recv([tensor], 0, 0).wait()
+            np.bitwise_xor.reduce(tensor.numpy().view(np.uint64))
+        times.append(time.perf_counter())
+    return float(np.median(np.diff(times)[2:]))
+
+
+def through_channel(size: int, count: int = 24) -> tuple[float, dict[str, float]]:
+    """Returns the seconds an item takes in steady state, and what the producer found."""
+    with Cast(__file__) as cast:
+        taker = cast.start("consumer", "consumer", 6)
+        maker = cast.start("producer", "producer", size, count)
+        return said(taker)["median_s"], said(maker)
+
+
+def through_gloo(count: int = 12) -> float:
+    with Cast(__file__) as cast:
+        port = 20_000 + int(time.time()) % 20_000
+        cast.start("gloo_rank", "g0", 0, port, count)
+        return float(said(cast.start("gloo_rank", "g1", 1, port, count)))
+
+
+def measure() -> Iterator[dict[str, Any]]:
+    seconds, found = through_channel(64 * MIB)
+    rate, memcpy = 64 / 1024 / seconds, 64 / 1024 / found["memcpy_s"]
+    about = {"at_least": True, "on_ratio": True}
+    yield row(
+        "64 MiB through a channel, all read", rate, "GiB/s", peer="memcpy", peer_value=memcpy, target=0.85, **about
+    )
+    yield row(
+        "64 MiB through a channel, all read",
+        rate,
+        "GiB/s",
+        peer="gloo send/recv",
+        peer_value=64 / 1024 / through_gloo(),
+        target=3,
+        **about,
+    )
+    arena = found["arena"] / (64 * MIB)
+    yield row("arena after 24 items of 64 MiB, capacity 2", arena, "items", target=6, at_least=False)
+    times = [through_channel(size)[0] for size in SIZES]
+    slope, intercept = np.polyfit(SIZES, times, 1, w=1 / np.array(times))
+    residual = max(
+        abs(intercept + slope * size - found_s) / found_s for size, found_s in zip(SIZES, times, strict=True)
+    )
+    yield row("cost with size, worst residual of the line", residual, "of the time", target=0.2, at_least=False)
+
+
+ROLES = {"producer": producer, "consumer": consumer, "gloo_rank": gloo_rank}
+
+if __name__ == "__main__":
+    main(__file__, measure, ROLES)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from m2flow.worker import Cluster, RefusedError, launch_run
+from m2flow.worker import Cluster, RefusedError, WorkerFailed, launch_run
 from m2flow.worker.testing import Probe
-from m2flow.worker.testing.conformance import LauncherConformance
+from m2flow.worker.testing.conformance import DEADLINE_S, LauncherConformance
 
 
 class TestInproc(LauncherConformance):
@@ -42,3 +42,14 @@ def test_a_silent_run_says_who_waits_for_whom(capsys: pytest.CaptureFixture[str]
         "[m2flow] nothing has happened for 0 s\n  probe.0: in sleep for 0 s, 1 more behind it"
         in capsys.readouterr().err
     )
+
+
+def test_a_driver_that_cannot_hear_fails_instead_of_waiting_for_ever() -> None:
+    def deaf(group: str, rank: int, line: str) -> None:
+        raise OSError("the log is full")
+
+    with launch_run(Cluster.virtual(1), launcher="process", on_log=deaf) as session:
+        group = session.start(Probe.group(device_kind="virtual"), "0")
+        group.say("a line")
+        with pytest.raises(WorkerFailed, match=r"driver.*OSError: the log is full"):
+            group.sleep(60.0).result(DEADLINE_S)

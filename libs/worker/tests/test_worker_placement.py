@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.worker import Cluster, Device, Placement, PlacementError, parse_placement
+from m2flow.worker.cluster import _visible_cuda
 
 CLUSTER = Cluster.of(
     [
@@ -120,6 +121,23 @@ def test_local_slots_split_the_cores_that_may_be_used() -> None:
     assert one[0].memory_bytes > 1 << 28
     with pytest.raises(ValueError, match="place several on one slot"):
         Cluster.local(len(cores) + 1)
+
+
+SMI = """\
+0, GPU-aa, NVIDIA H200, 143771
+1, GPU-bb, NVIDIA H200, 143771
+"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "uuids"),
+    [(None, ["GPU-aa", "GPU-bb"]), ("1", ["GPU-bb"]), ("GPU-bb,0", ["GPU-bb", "GPU-aa"]), ("", [])],
+)
+def test_cuda_devices_are_those_that_may_be_seen(visible: str | None, uuids: list[str]) -> None:
+    devices = _visible_cuda(SMI, visible)
+    assert [device.labels["uuid"] for device in devices] == uuids
+    assert [device.index for device in devices] == list(range(len(uuids)))
+    assert all(device.memory_bytes == 143771 << 20 and device.kind == "cuda" for device in devices)
 
 
 def test_resources_and_nodes() -> None:

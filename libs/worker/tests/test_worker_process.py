@@ -15,6 +15,7 @@ import pytest
 
 from m2flow.worker import AgentAddress, Cluster, GroupSpec, LaunchError, Session, WorkerFailed, launch_run
 from m2flow.worker.testing import Probe, RetryProbe
+from m2flow.worker.testing.conformance import DEADLINE_S
 from m2flow.worker.testing.torch_probe import TorchProbe
 
 pytestmark = pytest.mark.medium
@@ -50,7 +51,7 @@ def session_members(agent: int) -> list[int]:
     return found
 
 
-def wait_for_end(agent: int, directory: Path, deadline_s: float = 5.0) -> None:
+def wait_for_end(agent: int, directory: Path, deadline_s: float = DEADLINE_S) -> None:
     """Fails when a process of the run or its private directory is left after the deadline."""
     end = time.monotonic() + deadline_s
     while session_members(agent) or list(directory.iterdir()):
@@ -96,8 +97,8 @@ def test_ctrl_c_ends_a_run_within_five_seconds(private: Path) -> None:
     driver, pids = started_driver(private)
     start = time.monotonic()
     driver.send_signal(signal.SIGINT)
-    _, errors = driver.communicate(timeout=5.0)
-    assert time.monotonic() - start < 5.0
+    _, errors = driver.communicate(timeout=DEADLINE_S)
+    assert time.monotonic() - start < DEADLINE_S
     assert errors.strip().endswith("KeyboardInterrupt")
     assert not any(map(alive, pids))
 
@@ -112,7 +113,7 @@ def test_when_the_middle_is_killed_the_run_fails_and_everything_ends(private: Pa
         start = time.monotonic()
         os.kill(agent if victim == "agent" else zygote, signal.SIGKILL)
         while session.failure is None:
-            assert time.monotonic() - start < 5.0
+            assert time.monotonic() - start < DEADLINE_S
             time.sleep(0.01)
     wait_for_end(agent, private)
 
@@ -167,7 +168,7 @@ def test_a_failure_reaches_every_waiting_call(private: Path) -> None:
         waiting = group.on(1).sleep(30.0)
         group.kill(0)
         with pytest.raises(WorkerFailed) as caught:
-            waiting.result(5)
+            waiting.result(DEADLINE_S)
     assert (caught.value.rank, caught.value.phase) == (0, "idle")
     assert caught.value.cause.startswith("SIGKILL")
 

@@ -60,7 +60,7 @@ def test_closing_ends_the_processes_and_what_runs_in_them() -> None:
     pool = RewardPool(OBEDIENT, num_processes=2, timeout_s=60.0)
     pool.score(asked("four"))
     running = children(pool._template.pid)
-    pool._submit(encode((asked("sleep 60")[0],)).to_bytes())
+    pool._submit(encode((asked("sleep 60")[0],)).to_bytes(), 60.0)
     pool.close()
     pool.close()
     assert len(running) == 2
@@ -73,7 +73,7 @@ def test_when_the_template_is_killed_its_processes_end_and_callers_hear_of_it() 
     with RewardPool(OBEDIENT, timeout_s=60.0) as pool:
         pool.score(asked("four"))
         (child,) = children(pool._template.pid)
-        future = pool._submit(encode((asked("sleep 60")[0],)).to_bytes())
+        future = pool._submit(encode((asked("sleep 60")[0],)).to_bytes(), 60.0)
         os.kill(pool._template.pid, signal.SIGKILL)
         with pytest.raises(SessionClosedError, match="ended while items were under way"):
             future.result(5)

@@ -14,6 +14,7 @@ import pytest
 
 from m2flow.worker import AgentAddress, Cluster, LaunchError, WorkerFailed, launch_run
 from m2flow.worker.testing import Probe
+from m2flow.worker.testing.conformance import DEADLINE_S
 
 pytestmark = pytest.mark.medium
 
@@ -80,9 +81,9 @@ def test_when_the_far_side_is_killed_the_run_fails_within_five_seconds() -> None
             server.kill()
             start = time.monotonic()
             with pytest.raises(WorkerFailed):
-                group.sleep(60.0).result(5)
+                group.sleep(60.0).result(DEADLINE_S)
             while Path(f"/proc/{pid}").exists():
-                assert time.monotonic() - start < 5
+                assert time.monotonic() - start < DEADLINE_S
                 time.sleep(0.02)
 
 
@@ -124,6 +125,7 @@ DRIVER = """
 import sys
 from m2flow.worker import AgentAddress, Cluster, launch_run
 from m2flow.worker.testing import Probe
+from m2flow.worker.testing.conformance import DEADLINE_S
 cluster = Cluster.virtual(1).with_resource("robot", node="robot-pc")
 agents = {"robot-pc": AgentAddress(sys.argv[1], "t")}
 with launch_run(cluster, launcher="inproc", agents=agents) as session:

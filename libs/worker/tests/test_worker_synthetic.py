@@ -76,3 +76,9 @@ def test_an_iteration_gives_the_same_whatever_the_batches(session: Session) -> N
     assert states[0] == states[1]
     assert states[0]["seen"] == 8
     assert states[0]["moved"] > 0
+
+
+def test_a_drill_says_what_an_item_cost_beyond_its_time(session: Session) -> None:
+    group = session.start(SyntheticWorker.group(SyntheticConfig(item_s=0.001), device_kind="virtual"), "0")
+    (overhead_s,) = group.drill(20).result(10)
+    assert 0 <= overhead_s < 0.5

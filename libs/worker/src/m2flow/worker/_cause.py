@@ -1,10 +1,13 @@
 """An exception or an exit, in words, and whether it is a cause or only the sight of another's end."""
 
+import os
 import signal
 import traceback
 from collections.abc import Iterator
 
 from m2flow.comm import ChannelClosedError, PeerLostError
+from m2flow.proto.worker.v1 import worker_pb2 as pb
+from m2flow.worker._wire import failure_report
 
 # What the operating system and the collectives of torch say when the other end has gone.
 _ECHOES = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed")
@@ -31,6 +34,20 @@ def is_consequence(failure: BaseException) -> bool:
         isinstance(link, PeerLostError | ChannelClosedError | ConnectionError | EOFError)
         or any(echo in str(link).lower() for echo in _ECHOES)
         for link in _chain(failure)
+    )
+
+
+def failure_of(failure: BaseException, group: str, rank: int, phase: str, call_id: int) -> pb.SessionResponse:
+    """The report of an exception in a rank, or in the driver, of this process."""
+    return failure_report(
+        group,
+        rank,
+        pid=os.getpid(),
+        phase=phase,
+        cause=cause_of(failure),
+        traceback=traceback_of(failure),
+        call_id=call_id,
+        consequence=is_consequence(failure),
     )
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from m2flow.comm import Endpoint, decode, encode
 from m2flow.proto.worker.v1 import worker_pb2 as pb
-from m2flow.worker._cause import cause_of, is_consequence, traceback_of
-from m2flow.worker._wire import device_from_proto, failure_report
+from m2flow.worker._cause import failure_of
+from m2flow.worker._wire import device_from_proto
 from m2flow.worker.context import WorkerContext
 from m2flow.worker.target import resolve_target
 
@@ -172,20 +172,6 @@ class RankHost:
         thread.start()
         self._threads.append(thread)
         lane.submit(_Job(call_id, f"{attach.name}.start", run))
-
-
-def failure_of(failure: BaseException, group: str, rank: int, phase: str, call_id: int) -> pb.SessionResponse:
-    """The report of an exception in a rank."""
-    return failure_report(
-        group,
-        rank,
-        pid=os.getpid(),
-        phase=phase,
-        cause=cause_of(failure),
-        traceback=traceback_of(failure),
-        call_id=call_id,
-        consequence=is_consequence(failure),
-    )
 
 
 def _match_torch_threads(context: WorkerContext) -> None:

@@ -55,8 +55,11 @@ SCORE_ZERO = FailurePolicy()
 class Rewarder(Protocol):
     """What gives rewards: a pool of processes here, or a service elsewhere."""
 
-    def score(self, items: Sequence[Mapping[str, Any]]) -> list[Reward]:
-        """The rewards of the items' fields, in order. Blocks until all are there; raises RewardFailed by the policy."""
+    def score(self, items: Sequence[Mapping[str, Any]], *, timeout_s: float | None = None) -> list[Reward]:
+        """The rewards of the items' fields, in order, each within its own time, or `timeout_s` where that is less.
+
+        Blocks until all are there; raises RewardFailed by the policy.
+        """
 
     def counts(self) -> dict[str, float]:
         """Since the start, for the metrics: reward/scored, reward/errors, reward/timeouts, reward/deaths."""
@@ -98,12 +101,14 @@ class RewardPool:
         )
         threading.Thread(target=self._read, name="reward pool", daemon=True).start()
 
-    def score(self, items: Sequence[Mapping[str, Any]]) -> list[Reward]:
-        """The rewards of the items' fields, in order. Blocks until all are there.
+    def score(self, items: Sequence[Mapping[str, Any]], *, timeout_s: float | None = None) -> list[Reward]:
+        """The rewards of the items' fields, in order, each within the pool's seconds or `timeout_s`, whichever is less.
 
-        Raises RewardFailed where the policy is "stop" and an item failed; SessionClosedError on a closed pool.
+        Blocks until all are there. Raises RewardFailed where the policy is "stop" and an item failed;
+        SessionClosedError on a closed pool.
         """
-        futures = [self._submit(encode((dict(fields),)).to_bytes()) for fields in items]
+        limit_s = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
+        futures = [self._submit(encode((dict(fields),)).to_bytes(), limit_s) for fields in items]
         return [self._reward(future.result()) for future in futures]
 
     def counts(self) -> dict[str, float]:
@@ -129,7 +134,7 @@ class RewardPool:
     ) -> None:
         self.close()
 
-    def _submit(self, arguments: bytes) -> "Future[Answer]":
+    def _submit(self, arguments: bytes, timeout_s: float) -> "Future[Answer]":
         future: Future[Answer] = Future()
         assert self._template.stdin is not None
         with self._mutex:
@@ -137,7 +142,7 @@ class RewardPool:
                 raise SessionClosedError("reward pool: it is closed: make another")
             number = self._counts["submitted"] = self._counts["submitted"] + 1
             self._waiting[number] = future
-            write_task(self._template.stdin, Task(number, self._timeout_s, arguments))
+            write_task(self._template.stdin, Task(number, timeout_s, arguments))
         return future
 
     def _read(self) -> None:

@@ -40,7 +40,7 @@ class RewardServer(algos_pb2_grpc.RewardServiceServicer):
     def Score(self, request: pb.ScoreRequest, context: grpc.ServicerContext) -> pb.ScoreResponse:
         """Scores a batch; the method of the service."""
         items = [{name: getattr(one, name) for name in _FIELDS} for one in request.trajectories]
-        rewards = self._rewarder.score(items)
+        rewards = self._rewarder.score(items, timeout_s=request.timeout_s or None)
         return pb.ScoreResponse(
             scores=[
                 pb.Score(id=item["id"], reward=reward.score or 0.0, parts=reward.parts, error=reward.error)
@@ -69,7 +69,7 @@ def serve(target: str, address: str, num_processes: int) -> None:
 
 
 class RewardClient:
-    """A rewarder that asks a service. `timeout_s` is for a whole batch."""
+    """A rewarder that asks a service, which has `timeout_s` for a whole batch."""
 
     def __init__(self, address: str, *, timeout_s: float = 60.0, policy: FailurePolicy = SCORE_ZERO) -> None:
         self._address = address
@@ -79,8 +79,10 @@ class RewardClient:
         self._channel = grpc.insecure_channel(address)
         self._stub = algos_pb2_grpc.RewardServiceStub(self._channel)
 
-    def score(self, items: Sequence[Mapping[str, Any]]) -> list[Reward]:
+    def score(self, items: Sequence[Mapping[str, Any]], *, timeout_s: float | None = None) -> list[Reward]:
         """The rewards of the items' fields, in order, of which those of a `Trajectory` are sent. Blocks.
+
+        Each item has the service's own time, or `timeout_s` where that is less.
 
         Raises RewardFailed where the policy is "stop" and an item failed, or, under any policy, where the service does
         not answer within `timeout_s`.
@@ -88,7 +90,7 @@ class RewardClient:
         trajectories = [
             pb.Trajectory(**{name: str(fields[name]) for name in _FIELDS if name in fields}) for fields in items
         ]
-        request = pb.ScoreRequest(trajectories=trajectories, timeout_s=self._timeout_s)
+        request = pb.ScoreRequest(trajectories=trajectories, timeout_s=timeout_s or 0.0)
         try:
             response = self._stub.Score(request, timeout=self._timeout_s, wait_for_ready=True)
         except grpc.RpcError as failure:

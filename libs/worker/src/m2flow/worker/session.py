@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from m2flow.comm import Endpoint, decode, encode
 from m2flow.proto.worker.v1 import worker_pb2 as pb
+from m2flow.worker._cause import failure_of
 from m2flow.worker._verdict import Verdict
 from m2flow.worker._wire import device_to_proto, failure_from_proto, failure_report
 from m2flow.worker.call import CallHandle, Outcome
@@ -338,6 +339,13 @@ class Session:
             link.send(pb.SessionRequest(cancel=pb.CancelCall(call_id=call_id, group=group, ranks=ranks)))
 
     def _on_response(self, response: pb.SessionResponse) -> None:
+        try:
+            self._hear(response)
+        except Exception as failure:
+            # A link's thread must live on: a driver that has gone deaf would wait for ever.
+            self._verdict.hear(failure_of(failure, "driver", 0, "listening", 0).failure)
+
+    def _hear(self, response: pb.SessionResponse) -> None:
         kind = response.WhichOneof("kind")
         self.watchdog.stir()
         if kind == "results":

@@ -23,7 +23,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from m2flow.proto.worker.v1 import worker_pb2 as pb
-from m2flow.worker._host import failure_of
+from m2flow.worker._cause import failure_of
 from m2flow.worker._python import MODULE
 from m2flow.worker.errors import LaunchError
 from m2flow.worker.launchers._boot import Boot

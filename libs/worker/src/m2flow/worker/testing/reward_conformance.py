@@ -40,6 +40,12 @@ class RewarderConformance(ABC):
         with self.make(FailurePolicy("skip")) as rewarder:
             assert rewarder.score(asked("raise"))[0].score is None
 
+    def test_a_caller_may_give_less_time(self) -> None:
+        """Than the rewarder gives by itself."""
+        with self.make(FailurePolicy("skip")) as rewarder:
+            (reward,) = rewarder.score(asked("sleep 0.3"), timeout_s=0.1)
+            assert "longer than 0.1 s" in reward.error
+
     def test_stop_raises_and_leaves_it_usable(self) -> None:
         """With the reason."""
         with self.make(FailurePolicy("stop")) as rewarder:

@@ -92,6 +92,15 @@ class SyntheticWorker(Worker):
         own = [name for name in stage_names(type(self)) if name != "work"] or ["work"]
         return list(getattr(self, own[0])(items))
 
+    def drill(self, num_items: int) -> float:
+        """Works through as many items of its own making; the seconds that each took beyond its cost."""
+        items = [Item(seq=(number,), iteration=0) for number in range(num_items)]
+        expected_s = self.config.fixed_s + self.schedule(items)[-1][0]
+        start = time.monotonic()
+        for _ in self.work(items):
+            pass
+        return (time.monotonic() - start - expected_s) / num_items
+
     def take_time(self, items: list[Item]) -> Iterator[Item]:
         """The items in the order in which they finish, at the times at which they do. Sleeps."""
         if not self.loaded:
@@ -99,7 +108,7 @@ class SyntheticWorker(Worker):
         start = time.monotonic() + self.config.fixed_s
         for finish_s, item in self.schedule(items):
             time.sleep(max(0.0, start + finish_s - time.monotonic()))
-            if item.id in self.config.die_on and self.context.attempt == 0:
+            if self.config.die_on and item.id in self.config.die_on and self.context.attempt == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield item
 

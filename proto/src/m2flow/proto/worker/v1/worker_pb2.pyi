@@ -84,7 +84,7 @@ class SessionHello(_message.Message):
     def __init__(self, version: _Optional[str] = ..., token: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class StartWorker(_message.Message):
-    __slots__ = ("group", "rank", "world_size", "target", "config", "devices", "environment", "endpoint", "process", "run_dir", "attempt")
+    __slots__ = ("group", "rank", "world_size", "target", "config", "devices", "environment", "run_dir", "attempt")
     class EnvironmentEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -99,8 +99,6 @@ class StartWorker(_message.Message):
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
-    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
-    PROCESS_FIELD_NUMBER: _ClassVar[int]
     RUN_DIR_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     group: str
@@ -110,11 +108,9 @@ class StartWorker(_message.Message):
     config: bytes
     devices: _containers.RepeatedCompositeFieldContainer[Device]
     environment: _containers.ScalarMap[str, str]
-    endpoint: str
-    process: str
     run_dir: str
     attempt: int
-    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., target: _Optional[str] = ..., config: _Optional[bytes] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., environment: _Optional[_Mapping[str, str]] = ..., endpoint: _Optional[str] = ..., process: _Optional[str] = ..., run_dir: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., target: _Optional[str] = ..., config: _Optional[bytes] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., environment: _Optional[_Mapping[str, str]] = ..., run_dir: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Call(_message.Message):
     __slots__ = ("group", "ranks", "attached", "method", "arguments")

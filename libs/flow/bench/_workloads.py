@@ -23,7 +23,7 @@ SCALE = 3.0
 
 @dataclass(frozen=True)
 class Workload:
-    """A program over groups, on a cluster; `turns` is the mean number of turns of an episode, where it has any."""
+    """A program over groups, on a cluster; `turns` is the number of turns of an episode, where it has any."""
 
     name: str
     program: Callable[..., Any]
@@ -42,12 +42,8 @@ class Workload:
         return trace(self.program, self.groups, source_items=self.num_items, name=self.name, expansions=expansions)
 
     def items(self, iteration: int) -> list[Item]:
-        """The source's items: episodes take half to one and a half times the mean number of turns."""
-        spread = (-1, 0, 1)
-        return [
-            Item((n,), iteration, {"turns": max(1, self.turns + self.turns // 2 * spread[n % 3])})
-            for n in range(self.num_items)
-        ]
+        """The source's items; every episode takes as many turns."""
+        return [Item((n,), iteration, {"turns": self.turns}) for n in range(self.num_items)]
 
 
 def group(cls: type[SyntheticWorker], name: str, *, wide: bool = False, **costs: Any) -> GroupSpec:

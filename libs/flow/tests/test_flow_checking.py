@@ -126,6 +126,19 @@ def test_iterations_that_overlap_need_room_for_each(graph, cluster):
         check_plan(graph, plan, cluster)
 
 
+def test_items_that_nobody_takes_yet_must_not_fill_an_inbox(graph):
+    cluster = Cluster.virtual(8)
+    plan = spatial_plan(graph, cluster, weights={"rollout": 2, "reward": 2, "actor": 2})
+    plan.edges.add(producer="reward.score", consumer="gather:prompt", capacity=31)
+    with pytest.raises(PlanError, match=r"into actor\.train holds 31 items, want at least 32.*of one rank"):
+        check_plan(graph, plan, cluster)
+    plan.edges[0].CopyFrom(pb.EdgePlan(producer="rollout.generate", consumer="reward.score", capacity=32))
+    check_plan(graph, plan, cluster)
+    plan.staleness = 1
+    with pytest.raises(PlanError, match=r"into reward\.score holds 32 items, want at least 33.*a later iteration"):
+        check_plan(graph, plan, cluster)
+
+
 def test_a_kind_that_the_device_is_not_is_refused(graph):
     plan = temporal_plan(graph, Cluster.virtual(2))
     with pytest.raises(PlanError, match="a robot; want devices of kind virtual"):

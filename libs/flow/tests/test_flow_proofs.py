@@ -441,7 +441,7 @@ def rank_jobs(flow, group, rank, devices, fabric, chance, journal, iterations):
     worker = Slow(world, random.Random(chance.random()), journal)
     unit = Unit(worker, context, Recorder(group.name, rank, devices, 0))
     unit.sender.shutdown()
-    unit.sender, unit._mutex = Pool(world), Mutex(world)
+    unit.sender, unit.residence._mutex = Pool(world), Mutex(world)
     meeting = (
         Rendezvous(endpoint, group.name, rank, len(group.ranks)) if group.in_step and len(group.ranks) > 1 else None
     )

@@ -68,7 +68,8 @@ def run(session, graph, plan, iterations=3):
         runtime.start()
         results = [runtime.run(number, prompts(number)) for number in range(iterations)]
         weights = runtime.groups["actor"].weights().result(10)[0]
-        versions = runtime.groups["rollout"].version().result(10)
+        with runtime.loaded("rollout"):
+            versions = runtime.groups["rollout"].version().result(10)
     assert set(versions) == {iterations}
     return results, weights
 

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from m2flow.comm import Channel, IterationEnded, Lease, PeerLostError
+from m2flow.comm import Channel, IterationEnded, Lease, PeerLostError, TimeoutError_
 from m2flow.flow._mail import ENTERED, parse_id
 from m2flow.flow.glue import Glue, Quota
 from m2flow.flow.microflow import MicroFlow, MicroStage, Op
@@ -97,9 +97,12 @@ class Inbox:
 
     def _pull(self, timeout_s: float | None) -> None:
         share = self._stage.share
-        want = 1 if self._stage.eager else self._glue.demand(share - self._num_ready())
         try:
-            leases = self._channel.get_batch(want, key=self._key, iteration=self._iteration, timeout_s=timeout_s)
+            if self._stage.eager:
+                leases = self._get(1, timeout_s)
+                leases += self._there(share - self._num_ready() - len(leases))
+            else:
+                leases = self._get(self._glue.demand(share - self._num_ready()), timeout_s)
         except IterationEnded:
             self._finish()
             return
@@ -110,6 +113,23 @@ class Inbox:
             return
         for lease in leases:
             self._take(lease)
+
+    def _there(self, most: int) -> list[Lease]:
+        """What is there already, up to so many, without waiting for more: asked for by halves."""
+        found: list[Lease] = []
+        want = most
+        while want > 0:
+            try:
+                got = self._get(want, 0.0)
+            except (TimeoutError_, IterationEnded, PeerLostError):
+                want //= 2
+                continue
+            found += got
+            want = min(want, most - len(found))
+        return found
+
+    def _get(self, weight: float, timeout_s: float | None) -> list[Lease]:
+        return self._channel.get_batch(weight, key=self._key, iteration=self._iteration, timeout_s=timeout_s)
 
     def _take(self, lease: Lease) -> None:
         item: Item = lease.item

@@ -24,6 +24,8 @@ from m2flow.worker import Item
 DIED = "died"
 # How long a holder looks for its next chunk before it gives its turn up.
 _GRACE_S = 0.01
+# How long a holder waits for the stage that follows it on the same worker.
+_HAND_OVER_S = 0.1
 # Puts that take longer than this are waits for room.
 _PUT_NS = 1_000_000
 
@@ -68,14 +70,22 @@ class StageLoop:
             for chunk in retained:
                 self._inbox.ack(chunk)
             self._inbox.ack_rest()
+            self._outlet.end(self._iteration)
+            self._hand_over()
         finally:
             self._leave()
-        self._outlet.end(self._iteration)
+
+    def _hand_over(self) -> None:
+        """Stays in its turn until the next stage of this worker has come in, so that it need not be loaded again."""
+        for follower in self._flow.stages_of(self._group.name):
+            if self._held and follower.locked and self._stage.name in follower.after:
+                self._unit.residence.await_entry(follower.name, self._iteration, _HAND_OVER_S)
 
     def _next(self) -> Chunk | None:
         if self._held:
             try:
-                return self._inbox.next(timeout_s=_GRACE_S)
+                # In a loop, what comes next waits for others who may need these devices.
+                return self._inbox.next(timeout_s=0.0 if self._stage.eager else _GRACE_S)
             except TimeoutError_:
                 self._leave()
         with self._unit.recorder.span(pb.SPAN_KIND_WAIT_INPUT, self._stage.name, self._iteration):
@@ -94,7 +104,7 @@ class StageLoop:
         others = [s for s in self._flow.stages_of(self._group.name) if s.kind == "work" and not s.eager]
         enters = not self._stage.eager or not others
         rounds = [chunk.round_of(item) for item in chunk.items]
-        lost = self._unit.orphans(self._iteration, chunk.items, rounds, enters=enters)
+        lost = self._unit.orphans.among(self._iteration, chunk.items, rounds, enters=enters)
         if lost:
             chunk.items = [item for item in chunk.items if all(item is not gone for gone in lost)]
             chunk.dead += [item.as_tombstone(DIED) for item in lost]

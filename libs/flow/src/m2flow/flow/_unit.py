@@ -5,17 +5,19 @@ when the outputs find no room. So whoever holds devices can go on, and nobody wa
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
+from m2flow.flow._orphans import Orphans
 from m2flow.flow._outlet import Tally
 from m2flow.flow._quota import QuotaMaker
+from m2flow.flow._residence import Residence
 from m2flow.flow._spans import Recorder
 from m2flow.flow.errors import RunStopped
 from m2flow.flow.microflow import DRIVER, MicroGroup, MicroStage
 from m2flow.proto.flow.v1 import flow_pb2 as pb
-from m2flow.worker import DeviceLock, Item, Worker, WorkerContext
+from m2flow.worker import DeviceLock, Worker, WorkerContext
 
 
 class Unit:
@@ -28,15 +30,12 @@ class Unit:
         self.tally = Tally()
         self.quotas = QuotaMaker(context.endpoint)
         self.sender = ThreadPoolExecutor(64, thread_name_prefix="flow:sender")
+        self.residence = Residence(worker, context, recorder)
+        self.orphans = Orphans()
         self._lock = DeviceLock(context.endpoint, host=DRIVER)
-        self._mutex = threading.Lock()
-        self._inside = 0
-        self._loaded = True
         self._weights = threading.Condition()
         self._version = -1
         self._stopped = False
-        self._orphaned_iteration = -1
-        self._begun: set[tuple[int, ...]] = set()
 
     def enter(self, stage: MicroStage, group: MicroGroup, iteration: int) -> ExitStack:
         """Takes the devices for a stage and loads the worker; close the result to leave. Blocks until its turn."""
@@ -46,7 +45,7 @@ class Unit:
         owner, devices = group.unit(self.context.rank)
         with self.recorder.span(pb.SPAN_KIND_WAIT_LOCK, stage.name, iteration):
             turn.enter_context(self._lock.turn(owner, devices, (iteration, stage.position)))
-        turn.enter_context(self._loaded_while_inside(stage.name, group.offload, iteration))
+        turn.enter_context(self.residence.within(stage.name, iteration, offload=group.offload))
         return turn
 
     @contextmanager
@@ -86,61 +85,9 @@ class Unit:
         """The version of the worker's weights; -1 before the first."""
         return self._version
 
-    def bury(self, iteration: int) -> None:
-        """Gives up what the process before this one had begun in an iteration: its episodes died with it."""
-        self._orphaned_iteration = iteration
-        self._begun.clear()
-
-    def orphans(self, iteration: int, items: Sequence[Item], rounds: Sequence[int], *, enters: bool) -> list[Item]:
-        """The items whose episodes were lost with the process before this one; the others count as begun from now on.
-
-        `enters`: by this stage an item comes to the worker for the first time, in its first round.
-        """
-        if iteration != self._orphaned_iteration:
-            return []
-        lost = [
-            item
-            for item, round_ in zip(items, rounds, strict=True)
-            if item.seq not in self._begun and (round_ or not enters)
-        ]
-        self._begun |= {item.seq for item in items} - {item.seq for item in lost}
-        return lost
-
     def stop(self) -> None:
         """Wakes whoever waits here."""
         self.sender.shutdown(wait=False)
         with self._weights:
             self._stopped = True
             self._weights.notify_all()
-
-    @contextmanager
-    def _loaded_while_inside(self, stage: str, offload: bool, iteration: int) -> Iterator[None]:
-        # Two stages of one rank may be in the same turn: the first loads, the last unloads.
-        with self._mutex:
-            self._inside += 1
-            if not self._loaded:
-                with self.working(stage, iteration), self.recorder.span(pb.SPAN_KIND_ONLOAD, stage, iteration) as span:
-                    self.worker.onload()
-                    span.peak_bytes = self.worker.resident_bytes()
-                self._loaded = True
-        try:
-            yield
-        finally:
-            with self._mutex:
-                self._inside -= 1
-                if offload and not self._inside:
-                    with self.working(stage, iteration), self.recorder.span(pb.SPAN_KIND_OFFLOAD, stage, iteration):
-                        self.worker.offload()
-                    self._loaded = False
-
-    def rest(self, group: MicroGroup) -> None:
-        """Offloads a worker that shares its devices, before anyone's first turn."""
-        with self._mutex:
-            if group.offload and self._loaded and not self._inside:
-                with self.context.turn:
-                    self.worker.offload()
-                self._loaded = False
-            elif not group.offload and not self._loaded:
-                with self.context.turn:
-                    self.worker.onload()
-                self._loaded = True

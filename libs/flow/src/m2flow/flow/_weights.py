@@ -49,12 +49,22 @@ class Reception:
         self.receive(iteration, iteration + 1)
 
     def receive(self, iteration: int, version: int) -> None:
-        """Waits for `version` to be staged and loads it into the worker, in its turn. Blocks."""
+        """Waits for `version` to be staged and gives it to the worker. Blocks.
+
+        A worker that stays on its devices loads it in a turn of its own; one that comes and goes, when it is there.
+        """
         stage, unit = self._stage, self._unit
         with unit.recorder.span(pb.SPAN_KIND_WAIT_WEIGHTS, stage.name, iteration):
             weights = unit.context.endpoint.fetch_weights(f"{stage.group}.0", stage.name, version)
         group = self._flow.group(stage.to)
-        with unit.enter(stage, group, iteration), unit.running(stage.name, iteration) as span:
-            span.items = 1
+
+        def load() -> None:
             unit.worker.load_weights(weights, version)  # type: ignore[attr-defined]
+
+        if group.offload:
+            unit.residence.take_weights(stage.name, iteration, load)
+        else:
+            with unit.enter(stage, group, iteration), unit.running(stage.name, iteration) as span:
+                span.items = 1
+                load()
         unit.have_weights(version)

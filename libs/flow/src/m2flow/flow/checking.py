@@ -7,7 +7,7 @@ from math import ceil
 
 from m2flow.flow.errors import PlanError
 from m2flow.flow.graph import Graph
-from m2flow.flow.passes.pipeline import inbox_capacity
+from m2flow.flow.passes.pipeline import inbox_capacity, is_routed
 from m2flow.proto.flow.v1 import flow_pb2 as pb
 from m2flow.worker import Cluster
 
@@ -150,6 +150,8 @@ def _capacities(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Itera
         ports = tuple(graph.workers_before(name))
         capacity[name] = inbox_capacity(plan, ports, graph.into(name))
         entering[name] = sum(graph.volume_out(port) for port in ports)
+        if capacity[name]:
+            yield from _crowding(graph, plan, name, ports, capacity[name], entering[name])
     for producer, consumer in _sharing_pairs(graph, plan):
         if producer in graph.in_cycles and consumer in graph.in_cycles:
             continue
@@ -165,6 +167,19 @@ def _capacities(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Itera
                         f"{need}: it would wait for room that only {consumer} can make, in a turn on its devices; "
                         f"want a capacity of at least {need}, or 0"
                     )
+
+
+def _crowding(
+    graph: Graph, plan: pb.ExecutionPlan, name: str, ports: tuple[str, ...], capacity: int, entering: int
+) -> Iterator[str]:
+    """Items that nobody can take yet must not fill an inbox before those that somebody waits for."""
+    ranks = {group.group: group.num_ranks for group in plan.groups}
+    num_producers = sum(ranks.get(graph.stages[port].group, 1) for port in ports)
+    routed = is_routed(graph, name, ranks[graph.stages[name].group])
+    need = entering * (1 + plan.staleness) if routed else entering * plan.staleness + 1 if num_producers > 1 else 1
+    if capacity < need:
+        why = "items of one rank would keep out those of another" if routed else "a later iteration would keep out this"
+        yield f"plan: the edge into {name} holds {capacity} items, want at least {need}, or 0: {why}"
 
 
 def _memory(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Iterator[str]:

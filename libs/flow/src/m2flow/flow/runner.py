@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class RankRunner:
         if type(worker).in_step and context.world_size > 1:
             self._rendezvous = Rendezvous(context.endpoint, context.group, context.rank, context.world_size)
         self._lanes: dict[str, _Lane] = {}
+        self._visit = ExitStack()
         self._begun: dict[int, list[Future[Counter[str]]]] = {}
 
     def begin(self, iteration: int, flow: MicroFlow) -> None:
@@ -72,7 +74,18 @@ class RankRunner:
 
     def rest(self, flow: MicroFlow) -> None:
         """Leaves the devices where others will take turns on them. Blocks."""
-        self._unit.rest(flow.group(self._unit.context.group))
+        self._unit.residence.rest(offload=flow.group(self._unit.context.group).offload)
+
+    def load(self, iteration: int, flow: MicroFlow) -> None:
+        """Keeps the worker on its devices, with its newest weights, for calls until `unload`. Blocks."""
+        name = self._unit.context.group
+        locked = any(stage.locked for stage in flow.stages if name in (stage.group, stage.to))
+        call = MicroStage("call", "call", group=name, locked=locked)
+        self._visit.enter_context(self._unit.enter(call, flow.group(name), iteration))
+
+    def unload(self) -> None:
+        """Ends `load`. Blocks."""
+        self._visit.close()
 
     def send_weights(self, iteration: int, flow: MicroFlow) -> None:
         """Publishes the present weights as version `iteration`, before that iteration begins. Blocks."""
@@ -127,7 +140,7 @@ class RankRunner:
         """Brings a fresh worker to where the one before it was: off its devices, and with the weights of the day."""
         self.rest(flow)
         if type(self._unit.worker).on_death == "drop":
-            self._unit.bury(iteration)
+            self._unit.orphans.bury(iteration)
         if self._unit.version < 0:
             self.receive_weights(iteration, flow)
 

@@ -4,7 +4,8 @@ Between the stages nothing passes through it: it feeds the source's items in and
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -89,6 +90,21 @@ class Runtime:
         self._under_way.append(pending)
         self._next = iteration + 1
         return pending
+
+    @contextmanager
+    def loaded(self, *names: str) -> Iterator[None]:
+        """Keeps groups on their devices, with their newest weights, for calls between iterations. Blocks at first.
+
+        Groups that a plan never offloads are there at any time, and need it not.
+        """
+        runners = [self._runners[name] for name in names]
+        try:
+            for handle in [runner.load(self._next, self._flow) for runner in runners]:
+                handle.wait()
+            yield
+        finally:
+            for handle in [runner.unload() for runner in runners]:
+                handle.wait()
 
     def apply(self, plan: pb.ExecutionPlan) -> None:
         """Changes the plan between iterations. Blocks.

@@ -13,7 +13,7 @@ from m2flow.flow.graph import Graph
 from m2flow.flow.microflow import MicroFlow, MicroStage
 from m2flow.proto.flow.v1 import flow_pb2 as pb
 
-_MEETS = frozenset({"gather", "join", "merge"})
+_MEETS = frozenset({pb.STAGE_KIND_GATHER, pb.STAGE_KIND_JOIN, pb.STAGE_KIND_MERGE})
 
 
 def pipeline(flow: MicroFlow, graph: Graph, plan: pb.ExecutionPlan) -> MicroFlow:
@@ -33,11 +33,7 @@ def pipeline(flow: MicroFlow, graph: Graph, plan: pb.ExecutionPlan) -> MicroFlow
 def _piped(
     flow: MicroFlow, stage: MicroStage, graph: Graph, own: pb.StagePlan, eager: bool, plan: pb.ExecutionPlan
 ) -> MicroStage:
-    group = flow.group(stage.group)
-    num_ranks = len(group.ranks)
-    # What goes round a loop keeps to its ranks, and so does what enters it by another stage of theirs.
-    stays = any(other.name in graph.in_cycles for other in flow.stages_of(group.name))
-    meets = any(op.kind in _MEETS for op in stage.inbox.ops)
+    num_ranks = len(flow.group(stage.group).ranks)
     return replace(
         stage,
         granularity=own.granularity,
@@ -45,10 +41,20 @@ def _piped(
         eager=eager,
         inbox=replace(
             stage.inbox,
-            routed=num_ranks > 1 and (meets or stays or group.in_step or stage.inbox.window > 0),
+            routed=is_routed(graph, stage.name, num_ranks),
             capacity=inbox_capacity(plan, stage.inbox.ports, graph.into(stage.name)),
         ),
     )
+
+
+def is_routed(graph: Graph, name: str, num_ranks: int) -> bool:
+    """Whether items find their rank of a stage by their place, rather than go to whichever asks first."""
+    stage = graph.stages[name]
+    meets = any(glue.kind in _MEETS for glue in graph.glue_before(name)) or len(graph.inputs(name)) > 1
+    # What goes round a loop keeps to its ranks, and so does what enters it by another stage of theirs.
+    stays = any(other.name in graph.in_cycles for other in graph.stages_of(stage.group))
+    in_step = graph.groups[stage.group].in_step
+    return num_ranks > 1 and (meets or stays or in_step or stage.order_window > 0)
 
 
 def inbox_capacity(plan: pb.ExecutionPlan, ports: tuple[str, ...], edges: set[tuple[str, str]]) -> int:

@@ -305,7 +305,7 @@ class Oracle:
         self, part: frozenset[int], rest: frozenset[int], n: tuple[int, int], solve: Callable[..., Any]
     ) -> list[Option]:
         left, right = self.groups(part), self.groups(rest)
-        sharing = 0 if left <= right or right <= left else 1
+        sharing = 0 if left <= right or right <= left or not self.common(part, rest) else 1
         present = left | right
         need = sum(max((self.pins[g] for g in c & present), default=0) for c in self.clusters)
         if sum(n) < need:
@@ -318,11 +318,16 @@ class Oracle:
                 found.append((a[0] + a[1] + a[2] + b[0] + b[1] + b[2], 0.0, 0.0, base, peak, a[5] | b[5] | sharing))
         return found  # type: ignore[return-value]
 
-    def together(self, a: Option, b: Option, kind: str) -> Option:
+    def common(self, part: frozenset[int], rest: frozenset[int]) -> bool:
+        """Whether the two sides use one kind of device."""
+        left, right = ({self.spec["kind_of"][g] for g in self.groups(side)} for side in (part, rest))
+        return bool(left & right)
+
+    def together(self, a: Option, b: Option, kind: str, apart: int) -> Option:
         seconds = max(a[0], b[0]) if kind == "beside" else a[0] + b[0]
         onload = max(a[1], b[1]) if kind == "beside" else a[1] + b[1]
         base, peak = (tuple(max(x, y) for x, y in zip(a[i], b[i], strict=True)) for i in (3, 4))  # type: ignore[arg-type]
-        return seconds, onload, max(a[2], b[2]), base, peak, a[5] | b[5] | 2  # type: ignore[return-value]
+        return seconds, onload, max(a[2], b[2]), base, peak, a[5] | b[5] | apart  # type: ignore[return-value]
 
     def whole(self, nodes: frozenset[int], n: tuple[int, int], shared: bool, beside: frozenset[int]) -> list[Option]:
         """Every plan of `nodes` for an iteration on n units."""
@@ -332,6 +337,7 @@ class Oracle:
         if len(nodes) == 1:
             found = self.leaf(min(nodes), 1, n, shared, beside)
         else:
+            side = {p: 2 if self.common(p, nodes - p) else 0 for p in self.downsets(nodes)}
             found = [o for _, o in self.pipelines(nodes, n, shared, beside)]
             for part in self.downsets(nodes):
                 rest = nodes - part
@@ -344,11 +350,11 @@ class Oracle:
                             self.whole(part, n1, shared, beside | rest),
                             self.whole(rest, n2, shared, beside | part),
                         )
-                        found += [self.together(a, b, "beside") for a, b in itertools.product(left, right)]
+                        found += [self.together(a, b, "beside", side[part]) for a, b in itertools.product(left, right)]
                 if any(a in part and b in rest for a, b in self.walls):
                     for n1, n2 in self.splits(n):
                         left, right = self.whole(part, n1, shared, beside), self.whole(rest, n2, shared, beside)
-                        found += [self.together(a, b, "apart") for a, b in itertools.product(left, right)]
+                        found += [self.together(a, b, "apart", side[part]) for a, b in itertools.product(left, right)]
         self.memo[key] = best_of(found)
         return self.memo[key]  # type: ignore[no-any-return]
 
@@ -360,6 +366,7 @@ class Oracle:
         if key in self.memo:
             return self.memo[key]  # type: ignore[no-any-return]
         found = self.leaf(min(nodes), k, n, shared, beside) if len(nodes) == 1 else []
+        side = {p: 2 if self.common(p, nodes - p) else 0 for p in self.downsets(nodes)}
         for part in self.downsets(nodes):
             rest = nodes - part
             found += self.turns(part, rest, n, lambda x: self.chunk(x, k, n, True, beside))
@@ -369,7 +376,7 @@ class Oracle:
                         self.chunk(part, k, n1, shared, beside | rest),
                         self.chunk(rest, k, n2, shared, beside | part),
                     )
-                    found += [self.together(a, b, "beside") for a, b in itertools.product(left, right)]
+                    found += [self.together(a, b, "beside", side[part]) for a, b in itertools.product(left, right)]
         self.memo[key] = best_of(found)
         return self.memo[key]  # type: ignore[no-any-return]
 
@@ -396,7 +403,8 @@ class Oracle:
                     slowest = max(slowest, a[0])
                     seconds, busy = a[0] + fill + (k - 1) * slowest, k * slowest
                 rest_option = (seconds, onload, offload, base, peak, shares)
-                joined = self.together((0.0, *a[1:]), rest_option, "pipe")  # type: ignore[arg-type]
+                apart = 2 if self.common(part, rest) else 0
+                joined = self.together((0.0, *a[1:]), rest_option, "pipe", apart)  # type: ignore[arg-type]
                 yield busy, joined
 
     def layers(
@@ -424,7 +432,15 @@ class Oracle:
                     base = tuple(max(x, y) for x, y in zip(a[3], b[4], strict=True))
                     peak = tuple(max(x, y) for x, y in zip(a[4], b[5], strict=True))
                     found.append(
-                        (a[0] + b[0], max(a[0], b[1]), a[1] + b[2], max(a[2], b[3]), base, peak, a[5] | b[6] | 2)
+                        (
+                            a[0] + b[0],
+                            max(a[0], b[1]),
+                            a[1] + b[2],
+                            max(a[2], b[3]),
+                            base,
+                            peak,
+                            a[5] | b[6] | (2 if self.common(part, left - part) else 0),
+                        )
                     )
         self.memo[key] = best_of(found)
         return self.memo[key]  # type: ignore[no-any-return]

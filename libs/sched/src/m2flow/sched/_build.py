@@ -74,6 +74,7 @@ def build(request: sched_pb2.PlanRequest, scaled: Mapping[str, float] | None = N
         sync_s=sync_seconds(workflow, request.profile),
         max_staleness=request.max_staleness,
         quanta=quanta,
+        kind_of={g.name: kinds.index(g.device_kind) for g in used},
     )
     tails = {
         problem.names.index(c.stage): {k: _curve.chunk_fractions(c, k) for k in problem.chunk_counts}

@@ -154,7 +154,9 @@ def _stage(
 ) -> StageCost:
     split = max(group.devices_per_rank, 1)
     roof = None
-    if model is not None and pool is not None and pool.spec.flops_per_s and pool.spec.memory_bytes_per_s:
+    knows = model is not None and model.transformer.layers and model.prompt_tokens + model.new_tokens > 0
+    if knows and pool is not None and pool.spec.flops_per_s and pool.spec.memory_bytes_per_s:
+        assert model is not None
         roof = roofline(model, pool.spec, split=split)
     if not samples:
         if roof is not None:

@@ -26,6 +26,8 @@ class Layers(Protocol):
 
     def may_split(self, part: int, rest: int) -> bool: ...
 
+    def apart(self, part: int, rest: int) -> int: ...
+
 
 def pipelines(search: Layers, nodes: int, alone: bool, full: bool, beside: int) -> Iterator[Table]:
     """Every pipeline of two layers or more, one table for each last layer and each kind of first layer.
@@ -80,14 +82,14 @@ class _Pipeline:
             for earlier, tables_of in prefixes.items():
                 layer = part ^ earlier
                 if earlier & ~part == 0 and self._search.may_split(earlier, layer):
-                    found += [self._append(prefix, layer, "any") for prefix in tables_of]
+                    found += [self._append(prefix, earlier, layer, "any") for prefix in tables_of]
             last = all(later == self._nodes for later in parts if later & part == part and later != part)
             prefixes[part] = [t for t in self._shorten(found, last) if len(t)]
         for part, tables_of in prefixes.items():
             rest = self._nodes ^ part
             if self._search.may_split(part, rest):
                 for prefix in tables_of:
-                    yield self._close(self._append(prefix, rest, self._how))
+                    yield self._close(self._append(prefix, part, rest, self._how))
 
     def _layer(self, nodes: int) -> Table:
         """The layer's rows at this pipeline's chunk counts."""
@@ -127,7 +129,7 @@ class _Pipeline:
             head=columns[2],
         )
 
-    def _append(self, prefix: Table, nodes: int, how: str) -> Table:
+    def _append(self, prefix: Table, earlier: int, nodes: int, how: str) -> Table:
         layer, grid = self._layer(nodes), self._search.grid
         base_n = grid.base(prefix.n) if len(self._levels) > 1 else self._levels[0] * grid.size
         a, b = tables.pairs(prefix, layer, grid, how, base_n)
@@ -142,7 +144,7 @@ class _Pipeline:
             pending=pending,
             base=base,
             peak=peak,
-            shares=_shares(prefix.shares, a, layer.shares, b),
+            shares=_shares(prefix.shares, a, layer.shares, b, self._search.apart(earlier, nodes)),
             block=np.broadcast_to(np.int64(0), len(a)),
             left=a,
             right=b,
@@ -193,8 +195,8 @@ class _Pipeline:
         return out
 
 
-def _shares(left: Ints, a: Ints, right: Ints, b: Ints) -> Ints:
+def _shares(left: Ints, a: Ints, right: Ints, b: Ints, apart: int) -> Ints:
     """What two layers share, and that they run side by side; without a gather where all rows are alike."""
     if len(left) and len(right) and left.strides[0] == 0 and (right == right[0]).all():
-        return np.broadcast_to(left[0] | right[0] | 2, len(a))
-    return left[a] | right[b] | 2
+        return np.broadcast_to(left[0] | right[0] | apart, len(a))
+    return left[a] | right[b] | apart

@@ -36,6 +36,7 @@ class Problem:
         sync_s: Seconds of weight publication at the end of an iteration.
         max_staleness: Iterations that may start before their predecessor's weights are there.
         quanta: Devices in a unit, by kind.
+        kind_of: The kind of device of each group, by index; 0 for those that are not named.
         light: Groups whose sharing does not count when a plan is called spatial: the least work, where there are more
             groups than device units.
         unlimited: Whether everything fits beside everything, so that nothing is ever offloaded.
@@ -53,6 +54,7 @@ class Problem:
     sync_s: float = 0.0
     max_staleness: int = 0
     quanta: tuple[int, ...] = (1,)
+    kind_of: Mapping[str, int] = field(default_factory=dict)
     light: frozenset[str] = frozenset()
     unlimited: bool = False
 
@@ -82,6 +84,11 @@ class Problem:
         if known is None:
             known = self._groups_of[nodes] = frozenset(g for i in self.members(nodes) for g in self.groups[i])
         return known
+
+    def meet(self, part: frozenset[str], rest: frozenset[str]) -> bool:
+        """Whether a group of one side could share a device with one of the other: they use one kind of device."""
+        kinds = {self.kind_of.get(g, 0) for g in part}
+        return any(self.kind_of.get(g, 0) in kinds for g in rest)
 
     def relevant(self, nodes: int, beside: int) -> int:
         """The part of `beside` that slows any of `nodes`."""

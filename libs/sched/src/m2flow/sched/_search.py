@@ -77,11 +77,13 @@ class Search:
             how = "full" if full else "any"
             if part & lowest and independent(part, rest, problem.before):
                 left = self._root(part, alone, False, beside | rest)
-                yield self._side("beside", left, self._root(rest, alone, False, beside | part), how, alone)
+                right = self._root(rest, alone, False, beside | part)
+                yield self._side("beside", left, right, how, alone, self.apart(part, rest))
             if any(a & part and b & rest for a, b in problem.barriers):
                 left = self._root(part, alone, False, beside)
-                yield self._side("apart", left, self._root(rest, alone, False, beside), how, alone)
-        if self._splits and problem.chunk_counts and problem.pipelined(nodes):
+                right = self._root(rest, alone, False, beside)
+                yield self._side("apart", left, right, how, alone, self.apart(part, rest))
+        if problem.chunk_counts and problem.pipelined(nodes):
             yield from pipelines(self, nodes, alone, full, beside)
 
     def layer(self, nodes: int, alone: bool, beside: int) -> Table:
@@ -102,7 +104,8 @@ class Search:
                     found.append(self._turn(nodes, left, self.layer(rest, lean, beside), part))
                 if part & lowest and self.may_split(part, rest) and independent(part, rest, self.problem.before):
                     left = self.layer(part, alone, beside | rest)
-                    found.append(self._side("beside", left, self.layer(rest, alone, beside | part), "any", alone))
+                    right = self.layer(rest, alone, beside | part)
+                    found.append(self._side("beside", left, right, "any", alone, self.apart(part, rest)))
         self._memo[key] = self._reduce(found, alone)
         return self._memo[key]
 
@@ -133,7 +136,8 @@ class Search:
         are to be counted here, or were at an earlier node of it."""
         base, count = rows.off if offloaded else rows.keep, len(rows.n)
         peak = np.maximum(rows.run, base)
-        several = len(self.problem.groups[node]) > 1
+        groups = self.problem.groups[node]
+        several = len({self.problem.kind_of.get(g, 0) for g in groups}) < len(groups)
         leaf = Table(
             n=rows.n,
             seconds=rows.seconds,
@@ -162,15 +166,20 @@ class Search:
 
     def _sharing(self, part: int, rest: int) -> int:
         """1 if turns of the two sets make different groups share a device."""
-        left, right = self.problem.groups_of(part), self.problem.groups_of(rest)
-        light = self.problem.light
-        return int(not (left - light <= right - light or right - light <= left - light))
+        problem = self.problem
+        left, right = problem.groups_of(part) - problem.light, problem.groups_of(rest) - problem.light
+        return int(not (left <= right or right <= left) and problem.meet(left, right))
 
     def may_split(self, part: int, rest: int) -> bool:
-        if not self._splits:
-            return False
+        """Whether the two sets may run on disjoint devices."""
         left, right = self.problem.groups_of(part), self.problem.groups_of(rest)
-        return not left & right and not any(left & c and right & c for c in self._pins.clusters)
+        if left & right or any(left & c and right & c for c in self._pins.clusters):
+            return False
+        return self._splits or not self.apart(part, rest)
+
+    def apart(self, part: int, rest: int) -> int:
+        """2 if groups that could share a device are on disjoint ones when the two sets run side by side."""
+        return 2 * int(self.problem.meet(self.problem.groups_of(part), self.problem.groups_of(rest)))
 
     def _turn(self, nodes: int, left: Table, right: Table, part: int) -> Table:
         a, b = tables.pairs(left, right, self.grid, "same")
@@ -207,7 +216,7 @@ class Search:
         held = [max((self._pins.units[g] for g in c & present), default=0) for c in self._pins.clusters]
         return sum(held)
 
-    def _side(self, op: str, left: Table, right: Table, how: str, alone: bool) -> Table:
+    def _side(self, op: str, left: Table, right: Table, how: str, alone: bool, apart: int) -> Table:
         a, b = tables.pairs(left, right, self.grid, how)
         seconds = left.seconds[a], right.seconds[b]
         pending, base, peak = held_together(left, a, right, b, alone, chained=op == "apart")
@@ -217,7 +226,7 @@ class Search:
             pending=pending,
             base=base,
             peak=peak,
-            shares=left.shares[a] | right.shares[b] | 2,
+            shares=left.shares[a] | right.shares[b] | apart,
             block=np.zeros(len(a), dtype=np.int64),
             left=a,
             right=b,

@@ -1,0 +1,176 @@
+"""Cost models: what they interpolate, what they ignore, and how sure they say they are."""
+
+import numpy as np
+import pytest
+
+from m2flow.proto.sched.v1 import sched_pb2
+from m2flow.sched import InputError
+from m2flow.sched.cost import assumed_stage, fit_corun, fit_stage, slowdown
+from m2flow.sched.memory import active_parameters, fit_memory, footprint, num_parameters
+from m2flow.sched.roofline import hardware_scale, named_device, roofline
+
+LLAMA_8B = sched_pb2.Transformer(
+    layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocabulary=128256
+)  # 8.03e9 weights
+
+
+def _samples(cells: list[tuple[int, float, float]], tokens_per_item: float = 0) -> list[sched_pb2.Sample]:
+    return [sched_pb2.Sample(stage="s", devices=n, items=x, seconds=t, tokens=x * tokens_per_item) for n, x, t in cells]
+
+
+def _truth(n: int, x: float) -> float:
+    return 0.5 + 3 * x / n + 0.01 * x
+
+
+GRID = [(n, x, _truth(n, x)) for n in (1, 2, 4) for x in (4, 16, 64)]
+
+
+def test_exact_samples_are_met_between_and_beyond_them() -> None:
+    model = fit_stage(_samples(GRID))
+    for n, x in ((1, 10), (3, 16), (8, 256)):
+        assert model.estimate(x, n).seconds == pytest.approx(_truth(n, x), rel=1e-3)
+
+
+def test_the_error_grows_with_the_distance_and_is_named() -> None:
+    model = fit_stage(_samples(GRID))
+    inside, between, outside, far = (model.estimate(x, n) for x, n in ((16, 2), (10, 3), (128, 4), (4096, 64)))
+    assert [e.origin for e in (inside, between, outside, far)] == [
+        "measured",
+        "interpolated",
+        "extrapolated",
+        "extrapolated",
+    ]
+    assert inside.relative_error < between.relative_error < outside.relative_error < far.relative_error
+    assert far.low_s < _truth(64, 4096) < far.high_s
+
+
+@pytest.mark.parametrize("wild", range(len(GRID)))
+def test_one_wild_sample_does_not_bend_the_curve(wild: int) -> None:
+    cells = list(GRID)
+    cells[wild] = (*cells[wild][:2], cells[wild][2] * 20)
+    model = fit_stage(_samples(cells))
+    for n, x, seconds in GRID:
+        assert model.estimate(x, n).seconds == pytest.approx(seconds, rel=0.1)
+
+
+def test_repeats_are_answered_by_their_median() -> None:
+    model = fit_stage(_samples([(2, 16, 1.0), (2, 16, 1.02), (2, 16, 30.0)]))
+    assert model.estimate(16, 2).seconds == pytest.approx(1.02)
+
+
+def test_a_shape_that_is_none_of_the_terms_is_passed_through_where_measured() -> None:
+    """A GPU that is not filled: 8 items take as long as 1; the fit cannot, the residuals do."""
+    cells = [(1, x, max(8.0, x)) for x in (1, 2, 4, 8, 16, 32)]
+    model = fit_stage(_samples(cells))
+    for _, x, seconds in cells:
+        assert model.estimate(x, 1).seconds == pytest.approx(seconds, rel=0.02)
+
+
+def test_one_sample_says_how_much_work_there_is() -> None:
+    model = fit_stage(_samples([(2, 16, 4.0)]))
+    assert model.estimate(32, 4).seconds == pytest.approx(4.0)
+    assert model.estimate(32, 4).relative_error > model.estimate(16, 2).relative_error
+
+
+def test_longer_items_cost_more_at_once() -> None:
+    """The last eighth of the samples has four times the tokens an item: so has the next prediction."""
+    old = _samples([(n, x, _truth(n, x)) for n, x, _ in GRID] * 7, tokens_per_item=100)
+    new = _samples([(2, 64, _truth(2, 256))] * 9, tokens_per_item=400)
+    assert fit_stage(old + new).estimate(64, 1).seconds == pytest.approx(_truth(1, 256), rel=0.02)
+
+
+def test_corun_is_the_ratio_to_the_time_alone() -> None:
+    alone = {"s": fit_stage(_samples(GRID))}
+    beside = [
+        sched_pb2.Sample(stage="s", devices=2, items=16, seconds=1.5 * _truth(2, 16), beside=["a"]),
+        sched_pb2.Sample(stage="s", devices=2, items=16, seconds=1.2 * _truth(2, 16), beside=["b"]),
+        sched_pb2.Sample(stage="s", devices=2, items=16, seconds=0.9 * _truth(2, 16), beside=["c"]),
+    ]
+    factors = fit_corun(beside, alone)
+    assert slowdown(factors, "s", frozenset({"a"})) == pytest.approx(1.5)
+    assert slowdown(factors, "s", frozenset({"a", "b"})) == pytest.approx(1.8)
+    assert slowdown(factors, "s", frozenset({"c", "d"})) == 1.0
+
+
+def test_weights_are_counted_as_the_model_card_says() -> None:
+    assert num_parameters(LLAMA_8B) == pytest.approx(8.03e9, rel=0.002)
+    mixtral = sched_pb2.Transformer(
+        layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocabulary=32000, experts=8, active_experts=2
+    )
+    assert num_parameters(mixtral) == pytest.approx(46.7e9, rel=0.002)
+    assert active_parameters(mixtral) == pytest.approx(12.9e9, rel=0.002)
+
+
+def test_training_holds_eighteen_bytes_a_weight_over_all_shards() -> None:
+    model = sched_pb2.StageModel(stage="t", transformer=LLAMA_8B, phase=sched_pb2.PHASE_TRAIN, tokens_in_flight=8192)
+    held = footprint(model, data=8, tensor=1, pipeline=1)
+    assert held.weights + held.gradients + held.optimiser == pytest.approx(18 * 8.03e9 / 8, rel=0.002)
+    assert held.activations == 8192 * (2 * 4096 * 32 + 34 * 4096 + 4 * 128256)
+    assert held.cache == 0
+
+
+def test_the_cache_is_two_vectors_a_layer_and_token() -> None:
+    model = sched_pb2.StageModel(stage="g", transformer=LLAMA_8B, phase=sched_pb2.PHASE_GENERATE, tokens_in_flight=1000)
+    assert footprint(model, data=1, tensor=2, pipeline=1).cache == 1000 * 2 * 32 * 8 * 128 * 2 / 2
+
+
+def test_measured_peaks_correct_the_closed_form() -> None:
+    model = sched_pb2.StageModel(stage="t", transformer=LLAMA_8B, phase=sched_pb2.PHASE_TRAIN, tokens_in_flight=8192)
+    bare = footprint(model, data=8, tensor=1, pipeline=1).total
+    peaks = [sched_pb2.Sample(stage="t", devices=8, items=1, seconds=1, peak_bytes=1.2 * bare)]
+    fitted = fit_memory(peaks, model, 1)
+    assert fitted is not None
+    assert fitted.peak_bytes(1.0, np.array([16.0]))[0] == pytest.approx(
+        1.2 * footprint(model, data=16, tensor=1, pipeline=1).total
+    )
+
+
+def test_peaks_alone_are_fitted_in_devices() -> None:
+    peaks = [sched_pb2.Sample(stage="t", devices=n, items=8, seconds=1, peak_bytes=4 + 60 / n) for n in (1, 2, 4)]
+    fitted = fit_memory(peaks, None, 1)
+    assert fitted is not None
+    assert fitted.peak_bytes(8.0, np.array([8.0]))[0] == pytest.approx(4 + 60 / 8, rel=0.01)
+
+
+def test_a_roofline_brackets_what_is_published() -> None:
+    """Llama 8B on one H100: decoding one token of a small batch reads 16 GB of weights: 4.8 ms at the ceiling."""
+    model = sched_pb2.StageModel(
+        stage="g", transformer=LLAMA_8B, phase=sched_pb2.PHASE_GENERATE, prompt_tokens=1, new_tokens=1000
+    )
+    estimate = roofline(model, named_device("h100-sxm")).estimate(1, 1)
+    assert estimate.origin == "roofline"
+    assert estimate.low_s < 1000 * 16.06e9 / 3.35e12 / 0.7 < estimate.high_s
+
+
+def test_far_outside_the_samples_the_roofline_answers() -> None:
+    model = sched_pb2.StageModel(
+        stage="s", transformer=LLAMA_8B, phase=sched_pb2.PHASE_TRAIN, prompt_tokens=512, new_tokens=512
+    )
+    roof = roofline(model, named_device("h100-sxm"))
+    fitted = fit_stage(_samples(GRID))
+    guarded = type(fitted)(
+        fitted.coefficients, fitted.points, fitted.residuals, fitted.noise, fitted.per_item, roof=roof
+    )
+    assert guarded.estimate(16, 2).origin == "measured"
+    assert guarded.estimate(4096, 64).origin == "roofline"
+    assert guarded.estimate(4096, 64).seconds == pytest.approx(roof.estimate(4096, 64).seconds)
+
+
+def test_other_hardware_scales_with_its_range() -> None:
+    factor, error = hardware_scale(named_device("a100-80gb"), named_device("h100-sxm"))
+    low, high = factor / (1 + error), factor * (1 + error)
+    assert low == pytest.approx(312 / 989, rel=0.01)
+    assert high == pytest.approx(2.04 / 3.35, rel=0.01)
+
+
+def test_unknown_hardware_is_named_with_the_known() -> None:
+    with pytest.raises(InputError, match="h100-sxm"):
+        named_device("h900")
+    with pytest.raises(InputError, match="flops_per_s"):
+        roofline(sched_pb2.StageModel(stage="g"), sched_pb2.DeviceSpec(kind="x"))
+
+
+def test_a_stage_that_nothing_is_known_of_says_so() -> None:
+    estimate = assumed_stage(0.001).estimate(100, 2)
+    assert (estimate.origin, estimate.seconds) == ("assumed", pytest.approx(0.05))
+    assert estimate.relative_error >= 9

@@ -3,6 +3,7 @@
 import importlib.metadata
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,7 +20,8 @@ def gguf_file(package: str) -> Path:
 
 def convert(gguf: Path, directory: Path) -> None:
     """Writes float32 safetensors, config and tokenizer to `directory`."""
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    bars: Any = logging  # typed in some releases of transformers, untyped in others
+    bars.disable_progress_bar()
     quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = quantised.config
     # save_pretrained refuses a model that says it is quantised; its weights are plain by now.

@@ -121,8 +121,6 @@ class RolloutWorker(Worker):
         for text in self._config.stop:
             token_ids = self._tokenizer(text, add_special_tokens=False).input_ids
             if len(token_ids) != 1:
-                raise ValueError(
-                    f"stop: {text!r} is {len(token_ids)} tokens of this model, want 1: choose another text"
-                )
+                raise ValueError(f"stop: {text!r} is {len(token_ids)} tokens of this model, want 1: choose another")
             stops.append(int(token_ids[0]))
         return tuple(stops)

@@ -49,7 +49,7 @@ class SumsTask:
         self._examples = "".join(f"{a}+{b}={a + b}\n" for a, b in difficulty.examples)
         self._seed = seed
         shown = {frozenset(pair) for pair in difficulty.examples}
-        ordered = [pair for pair in itertools.product(difficulty.first, difficulty.second)]
+        ordered = list(itertools.product(difficulty.first, difficulty.second))
         pairs = sorted({tuple(sorted(pair)) for pair in ordered if frozenset(pair) not in shown})
         shuffled = _generator(seed, "split").permutation(len(pairs))
         held = {frozenset(pairs[index]) for index in shuffled[: len(pairs) // _HELD_OUT_SHARE]}

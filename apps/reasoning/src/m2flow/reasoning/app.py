@@ -1,6 +1,7 @@
 """What m2flow-reasoning is made of: its settings, its recipe, its workers and its data, put together."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from m2flow.apps.actor import ActorWorker
@@ -28,7 +29,7 @@ def _build(config: ReasoningConfig, weights: Path, resume: Path | None) -> Job:
         return [Item((place,), step, problem.fields()) for place, problem in enumerate(problems)]
 
     return Job(
-        program=grpo,
+        program=partial(grpo, groups_per_minibatch=_groups_per_minibatch(config), num_epochs=config.num_epochs),
         groups={
             "rollout": _rollout(config, weights),
             "reward": _reward(config),
@@ -68,7 +69,7 @@ def _actor(config: ReasoningConfig, weights: Path, resume: Path | None) -> Group
     minibatches = config.prompts_per_step * config.samples_per_prompt // config.minibatch_size
     settings = {
         "model": str(weights),
-        "groups_per_minibatch": config.minibatch_size // config.samples_per_prompt,
+        "groups_per_minibatch": _groups_per_minibatch(config),
         "steps_per_iteration": minibatches * config.num_epochs,
         "microbatch_tokens": config.microbatch_tokens,
         "lr": config.optimiser.lr,
@@ -79,6 +80,10 @@ def _actor(config: ReasoningConfig, weights: Path, resume: Path | None) -> Group
         "resume": str(resume or ""),
     }
     return ActorWorker.group(settings, name="actor", devices_per_rank=None)
+
+
+def _groups_per_minibatch(config: ReasoningConfig) -> int:
+    return config.minibatch_size // config.samples_per_prompt
 
 
 APP: App[ReasoningConfig] = App(

@@ -30,10 +30,10 @@ class CausalLM:
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"model {path}: no config.json there, want a Hugging Face model directory")
         with _no_progress_bar():
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation=_attention.NAME, local_files_only=True
             )
-        model.to(device)  # type: ignore[arg-type]
+        model.to(device)
         return cls(model.train(False))
 
     @property
@@ -57,13 +57,14 @@ class CausalLM:
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
     """Loading takes under a second, and many ranks load at once."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    bars: Any = logging  # typed in some releases of transformers, untyped in others
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            bars.enable_progress_bar()
 
 
 def additive(visible: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from m2flow.worker.engines._causal_lm import CausalLM
-from m2flow.worker.engines.precision import generation_dtype
 from m2flow.worker.engines._trie import TokenTrie
 from m2flow.worker.engines._weights import copy_weights, num_bytes
+from m2flow.worker.engines.precision import generation_dtype
 from m2flow.worker.engines.rollout import _sampling
 from m2flow.worker.engines.rollout._cache import PrefillCapture, RowCache
 from m2flow.worker.engines.rollout.engine import Completion, Prompt, SamplingParams

@@ -1,0 +1,95 @@
+"""Problems are disjoint from what is held out, the same for the same seed, and judged exactly."""
+
+import pytest
+
+from m2flow.apps.seeding import derived_seed
+from m2flow.apps.tasks import make_task, task_problems
+
+SUMS = ["one_digit_sums", "two_digit_sums", "two_digit_pairs"]
+
+
+def numbers(prompt: str) -> frozenset[str]:
+    """The unordered pair that a prompt asks for."""
+    return frozenset(prompt.splitlines()[-1].rstrip("=").split("+"))
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_training_never_draws_what_is_held_out_or_shown(name: str) -> None:
+    task = make_task(name, {}, seed=3)
+    held_out = {numbers(problem.prompt) for problem in task.held_out(100)}
+    drawn = {numbers(problem.prompt) for step in range(1, 200) for problem in task.training(step, 16)}
+    shown = {numbers(line.partition("=")[0] + "=") for line in task.training(1, 1)[0].prompt.splitlines()[:2]}
+    assert len(held_out) >= 10
+    assert not drawn & held_out
+    assert not shown & (drawn | held_out)
+
+
+def test_the_held_out_problems_are_different_ones() -> None:
+    problems = make_task("two_digit_sums", {}, seed=0).held_out(100)
+    assert len({problem.prompt for problem in problems}) == 100
+
+
+def test_a_step_is_the_same_whenever_it_is_asked_for() -> None:
+    one, other = (make_task("two_digit_sums", {}, seed=5) for _ in range(2))
+    other.training(1, 8)
+    assert one.training(2, 8) == other.training(2, 8)
+    assert one.training(2, 8) != one.training(3, 8)
+    assert one.training(2, 8) != make_task("two_digit_sums", {}, seed=6).training(2, 8)
+
+
+def test_a_prompt_ends_where_the_answer_begins() -> None:
+    problem = make_task("two_digit_sums", {}, seed=0).training(1, 1)[0]
+    *examples, question = problem.prompt.split("\n")
+    assert examples == ["12+3=15", "41+7=48"]
+    left, _, right = question.removesuffix("=").partition("+")
+    assert int(left) + int(right) == int(problem.answer)
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [("15\n", 1.0), ("15", 1.0), ("15 and", 1.0), ("151", 0.0), (" 15", 0.0), ("", 0.0), ("=15", 0.0), ("1", 0.0)],
+)
+def test_sums_are_judged_by_the_number_at_the_start(completion: str, reward: float) -> None:
+    assert make_task("two_digit_sums", {}, seed=0).score(completion, {"answer": "15"}) == reward
+
+
+def test_a_task_that_is_not_there_names_the_nearest() -> None:
+    (problem,) = task_problems("two_digit_sum", {})
+    assert "did you mean 'two_digit_sums'" in problem
+    (problem,) = task_problems("two_digit_sums", {"digits": 2})
+    assert "digits" in problem
+    with pytest.raises(ValueError, match="want one of"):
+        make_task("nothing", {}, seed=0)
+
+
+def test_reasoning_gym_problems_by_name() -> None:
+    pytest.importorskip("reasoning_gym", reason="the extra gym of m2flow-reasoning")
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+    task = make_task("gym/chain_sum", options, seed=1)
+    problems = task.training(1, 6)
+    held_out = {problem.prompt for problem in task.held_out(50)}
+    assert len(problems) == 6
+    assert len(held_out) == 50
+    assert not held_out & {problem.prompt for problem in problems}
+    assert all(problem.chat for problem in problems)
+    assert problems == make_task("gym/chain_sum", options, seed=1).training(1, 6)
+    fields = problems[0].fields()
+    assert task.score(f" {problems[0].answer}\n", fields) == 1.0
+    assert task.score("no idea", fields) < 1.0
+
+
+def test_reasoning_gym_refuses_what_it_does_not_have() -> None:
+    pytest.importorskip("reasoning_gym", reason="the extra gym of m2flow-reasoning")
+    (problem,) = task_problems("gym/no_such_generator", {})
+    assert "no_such_generator" in problem
+    (problem,) = task_problems("gym/chain_sum", {"no_such_setting": 1})
+    assert "no_such_setting" in problem
+
+
+def test_derived_seeds_differ_by_every_part() -> None:
+    seeds = {
+        derived_seed(*parts) for parts in ((0,), (1,), (0, 1), (0, "1"), (0, 1, 2), (0, 12), (0, "a", "b"), (0, "ab"))
+    }
+    assert len(seeds) == 8
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert derived_seed(7, "sample", 3) == derived_seed(7, "sample", 3)

@@ -1,0 +1,221 @@
+"""The workers that join engines and algorithms, in a plain loop: no flow, no process, a model of two layers."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from m2flow.apps.actor import ActorWorker
+from m2flow.apps.evaluation import Evaluation
+from m2flow.apps.grading import grade, grade_dr_grpo
+from m2flow.apps.outcome import measure
+from m2flow.apps.reward import RewardWorker
+from m2flow.apps.rollout import RolloutWorker
+from m2flow.apps.tasks import make_task
+from m2flow.apps.testing.tiny import save_tiny_language_model
+from m2flow.worker import Item
+
+SAMPLES = 6
+PROMPTS = ("1+2=", "1+3=", "4+4=", "7+1=")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_language_model(tmp_path_factory.mktemp("model"))
+
+
+def started(worker: Any, *, rank: int = 0, world_size: int = 1) -> Any:
+    worker.context = SimpleNamespace(rank=rank, world_size=world_size)
+    worker.setup()
+    return worker
+
+
+def rollout(model: Path, **settings: Any) -> RolloutWorker:
+    config = {"model": str(model), "samples_per_prompt": SAMPLES, "max_new_tokens": 4, "seed": 5, **settings}
+    return started(RolloutWorker(config))
+
+
+def actor(model: Path, **settings: Any) -> ActorWorker:
+    return started(ActorWorker({"model": str(model), "groups_per_minibatch": 4, "lr": 3e-3, **settings}))
+
+
+def prompts(iteration: int = 1) -> list[Item]:
+    fields = [{"prompt": prompt, "answer": "3", "chat": False} for prompt in PROMPTS]
+    return [Item((place,), iteration, entry) for place, entry in enumerate(fields)]
+
+
+def graded(samples: list[Item], judge: Any) -> list[Item]:
+    """Gathers by hand what the flow gathers, and grades it."""
+    groups: dict[tuple[int, ...], list[Item]] = {}
+    for sample in sorted(samples, key=lambda item: item.seq):
+        groups.setdefault(sample.seq[:-1], []).append(sample.with_fields(reward=judge(sample)))
+    return [grade(Item(seq, members[0].iteration, members=tuple(members))) for seq, members in sorted(groups.items())]
+
+
+def odd(sample: Item) -> float:
+    """1 if the first token's number is odd."""
+    return float(sample.fields["completion_ids"][0] % 2)
+
+
+def test_a_plain_loop_learns(model: Path) -> None:
+    sampler, learner = rollout(model), actor(model)
+    rewards = []
+    for iteration in range(1, 16):
+        groups = graded(list(sampler.generate(prompts(iteration))), odd)
+        outcome = measure(learner.train(groups))
+        sampler.load_weights(learner.named_weights(), iteration)
+        rewards.append(outcome.metrics["critic/score/mean"])
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
+    assert {row["policy_version"] for row in outcome.samples} == {14}
+
+
+def test_samples_carry_what_training_needs(model: Path) -> None:
+    samples = list(rollout(model).generate(prompts()))
+    assert len(samples) == len(PROMPTS) * SAMPLES
+    for sample in samples:
+        fields = sample.fields
+        assert sample.groups["prompt"].size == SAMPLES
+        assert fields["prompt_ids"].dtype == fields["completion_ids"].dtype == np.int32
+        assert len(fields["logprobs"]) == len(fields["completion_ids"]) <= 4
+        assert fields["policy_version"] == 0
+
+
+def test_samples_do_not_depend_on_how_prompts_are_dealt(model: Path) -> None:
+    together = {item.seq: item.fields["completion"] for item in rollout(model).generate(prompts())}
+    alone = {
+        item.seq: item.fields["completion"] for prompt in prompts()[::-1] for item in rollout(model).generate([prompt])
+    }
+    other_seed = {item.seq: item.fields["completion"] for item in rollout(model, seed=6).generate(prompts())}
+    other_step = {item.seq: item.fields["completion"] for item in rollout(model).generate(prompts(2))}
+    assert together == alone
+    assert together != other_seed
+    assert together != other_step
+
+
+def test_a_stop_of_several_tokens_is_refused(model: Path) -> None:
+    with pytest.raises(ValueError, match="is 2 tokens"):
+        rollout(model, stop=("ab",))
+
+
+def gradient(learner: ActorWorker) -> torch.Tensor:
+    """The averaged gradient after one step, all parameters in a row."""
+    state = learner.state_dict()
+    return torch.cat([state[name].flatten() for name in sorted(state) if name.startswith("first.")])
+
+
+def test_every_way_to_deal_groups_gives_the_same_update(model: Path) -> None:
+    groups = graded(list(rollout(model).generate(prompts())), odd)
+    whole, parts, small = actor(model), actor(model), actor(model, microbatch_tokens=8)
+    whole.train(groups)
+    small.train(groups)
+    for group in groups[::-1]:
+        parts.train([group])
+    want = gradient(whole)
+    for other in (parts, small):
+        assert float((gradient(other) - want).norm()) < 1e-5 * float(want.norm())
+
+
+def test_the_optimiser_steps_at_minibatch_boundaries(model: Path) -> None:
+    groups = graded(list(rollout(model).generate(prompts())), odd)
+    learner = actor(model, groups_per_minibatch=2, steps_per_iteration=2)
+    receipts = learner.train(groups)
+    assert [bool(receipt.fields["metrics"]) for receipt in receipts] == [False, True, False, True]
+    assert int(learner.state_dict()["steps"]) == 2
+
+
+def test_a_lost_group_does_not_hold_the_step_up(model: Path) -> None:
+    groups = graded(list(rollout(model).generate(prompts())), odd)
+    learner = actor(model, groups_per_minibatch=2, steps_per_iteration=2)
+    learner.train([groups[0], groups[2]])
+    assert int(learner.state_dict()["steps"]) == 1
+    learner.named_weights()
+    assert int(learner.state_dict()["steps"]) == 2
+
+
+def test_a_second_epoch_steps_again(model: Path) -> None:
+    groups = graded(list(rollout(model).generate(prompts())), odd)
+    learner = actor(model, steps_per_iteration=2)
+    first = measure(learner.train(groups)).metrics
+    second = measure(learner.train(groups)).metrics
+    assert int(learner.state_dict()["steps"]) == 2
+    assert abs(first["actor/ppo_kl"]) < 1e-5
+    assert abs(second["actor/ppo_kl"]) > 1e-5
+
+
+def test_old_logprobs_of_a_stage_are_used(model: Path) -> None:
+    groups = graded(list(rollout(model).generate(prompts())), odd)
+    learner = actor(model, steps_per_iteration=2)
+    computed = list(learner.logprobs(groups))
+    for group in computed:
+        for member in group.members:
+            np.testing.assert_allclose(member.fields["old_logprobs"], member.fields["logprobs"], atol=1e-4)
+    shifted = [
+        replace(
+            group,
+            members=tuple(
+                m.with_fields(old_logprobs=m.fields["old_logprobs"] + np.float32(0.1)) for m in group.members
+            ),
+        )
+        for group in computed
+    ]
+    metrics = measure(learner.train(shifted)).metrics
+    assert metrics["actor/ppo_kl"] == pytest.approx(0.1, abs=1e-3)
+    assert metrics["rollout_corr/abs_gap"] < 1e-4
+
+
+def test_groups_of_equal_rewards_teach_nothing_and_are_counted(model: Path) -> None:
+    groups = graded(list(rollout(model).generate(prompts())), lambda sample: 1.0)
+    learner = actor(model)
+    before = {name: tensor.clone() for name, tensor in learner.named_weights().items()}
+    metrics = measure(learner.train(groups)).metrics
+    assert metrics["groups/all_equal"] == metrics["groups/count"] == 4
+    assert metrics["actor/grad_norm"] == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.named_weights().items())
+
+
+def test_a_checkpoint_goes_on_to_the_bit(model: Path, tmp_path: Path) -> None:
+    groups = graded(list(rollout(model).generate(prompts())), odd)
+    learner = actor(model)
+    learner.train(groups)
+    learner.save_checkpoint(str(tmp_path))
+    resumed = actor(model, resume=str(tmp_path))
+    learner.train(groups)
+    resumed.train(groups)
+    left, right = learner.state_dict(), resumed.state_dict()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert list(rollout(tmp_path).generate(prompts()))
+
+
+def test_evaluation_judges_every_problem_once(model: Path) -> None:
+    ranks = [started(RolloutWorker(rollout(model).config), rank=rank, world_size=2) for rank in range(2)]
+    task = make_task("one_digit_sums", {}, seed=0)
+
+    def method(name: str) -> Any:
+        return lambda *args: SimpleNamespace(result=lambda: [getattr(rank, name)(*args) for rank in ranks])
+
+    metrics = Evaluation(task, num_problems=7, samples_per_problem=3, temperature=1.0, seed=0)(
+        {"rollout": SimpleNamespace(method=method)}, 0
+    )
+    problems = [problem.fields() for problem in task.held_out(7)]
+    answers = started(RolloutWorker(rollout(model).config)).answer(problems, 1, 0.0, 0)
+    want = np.mean([task.score(texts[0], problem) for texts, problem in zip(answers, problems, strict=True)])
+    assert metrics["eval/greedy_accuracy"] == pytest.approx(want)
+    assert 0 <= metrics["eval/sampled_accuracy"] <= 1
+
+
+def test_rewards_are_the_tasks() -> None:
+    worker = started(RewardWorker({"task": "two_digit_sums", "task_options": {}, "seed": 0}))
+    items = [Item((0, n), 1, {"completion": text, "answer": "15"}) for n, text in enumerate(["15\n", "16\n"])]
+    assert [item.fields["reward"] for item in worker.score(items)] == [1.0, 0.0]
+
+
+def test_grading_compares_within_the_group() -> None:
+    members = tuple(Item((0, n), 1, {"reward": reward}) for n, reward in enumerate([1.0, 0.0, 0.0, 1.0]))
+    group = Item((0,), 1, members=members)
+    np.testing.assert_allclose(grade(group).fields["advantages"], [0.866024, -0.866024, -0.866024, 0.866024], atol=1e-5)
+    np.testing.assert_allclose(grade_dr_grpo(group).fields["advantages"], [0.5, -0.5, -0.5, 0.5])
+    assert grade(group).fields["rewards"].tolist() == [1.0, 0.0, 0.0, 1.0]

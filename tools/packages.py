@@ -26,6 +26,7 @@ class Package:
     test_requires: tuple[str, ...]
     visible_to: frozenset[str]
     facade_imports: frozenset[str]
+    test_data: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -85,6 +86,7 @@ def _read(folder: Path) -> Package:
         test_requires=tuple(document.get("dependency-groups", {}).get("test", [])),
         visible_to=frozenset(own["visible-to"]),
         facade_imports=frozenset(own["facade-imports"]),
+        test_data=tuple(own.get("test-data", [])),
     )
 
 

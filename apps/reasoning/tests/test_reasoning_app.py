@@ -1,0 +1,69 @@
+"""The recipe as it is traced, planned and checked: nothing starts, and no model is read."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from m2flow.apps.config import load_config
+from m2flow.apps.training import traced
+from m2flow.flow import Graph
+from m2flow.proto.flow.v1 import flow_pb2
+from m2flow.reasoning import recipe
+from m2flow.reasoning.app import APP
+from m2flow.reasoning.cli import main
+
+
+def graph_of(name: str, *overrides: str) -> Graph:
+    config = load_config(APP.config_class, APP.recipes[name], overrides)
+    return traced(APP.build(config, Path("no/model"), None), config, name="grpo")
+
+
+def test_the_recipe_is_short() -> None:
+    assert len(inspect.getsource(recipe).splitlines()) < 100
+
+
+@pytest.mark.parametrize("name", sorted(APP.recipes))
+def test_every_shipped_recipe_traces(name: str) -> None:
+    graph = graph_of(name).to_proto()
+    kinds = {stage.name: stage.kind for stage in graph.stages}
+    assert kinds["rollout.generate"] == flow_pb2.STAGE_KIND_WORK
+    assert kinds["actor.train"] == flow_pb2.STAGE_KIND_WORK
+    assert sorted(kinds.values()).count(flow_pb2.STAGE_KIND_GATHER) == 1
+    (publish,) = [stage for stage in graph.stages if stage.kind == flow_pb2.STAGE_KIND_PUBLISH]
+    assert (publish.group, publish.to) == ("actor", "rollout")
+
+
+def test_the_graph_does_not_depend_on_the_plan() -> None:
+    assert graph_of("one_digit", "plan=spatial").to_proto() == graph_of("one_digit", "plan=temporal").to_proto()
+
+
+def test_samples_per_prompt_reaches_the_graph() -> None:
+    graph = graph_of("one_digit", "samples_per_prompt=4", "minibatch_size=32").to_proto()
+    (generate,) = [stage for stage in graph.stages if stage.name == "rollout.generate"]
+    assert generate.expansion == 4.0
+    assert graph.source_items == 8
+
+
+def test_the_same_step_has_the_same_prompts_and_another_step_others() -> None:
+    config = load_config(APP.config_class, APP.recipes["two_digit"])
+    job = APP.build(config, Path("no/model"), None)
+    first, again, second = (
+        [item.fields["prompt"] for item in job.items(1)],
+        [item.fields["prompt"] for item in job.items(1)],
+        [item.fields["prompt"] for item in job.items(2)],
+    )
+    assert first == again
+    assert first != second
+
+
+def test_an_unknown_key_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "one_digit", "sampling.temperatur=0.5"]) == 2
+    assert "temperature" in capsys.readouterr().err
+
+
+def test_config_show_prints_what_follows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", "one_digit", "num_steps=3"]) == 0
+    out = capsys.readouterr().out
+    assert "num_steps: 3" in out
+    assert "total_samples: 192" in out

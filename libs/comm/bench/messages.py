@@ -16,24 +16,17 @@ from m2flow.comm import ChannelClosedError, Endpoint, Put
 BODY = b"x" * 1000
 
 
-def call_receiver(endpoint: Endpoint, count: str) -> float:
-    delays: list[int] = []
-    done = threading.Event()
-
-    def take(request: Any) -> None:
-        delays.append(time.monotonic_ns() - request.args["t"])
-        if len(delays) == int(count):
-            done.set()
-
-    endpoint.handle("take", take)
-    assert done.wait(60)
+def mail_receiver(endpoint: Endpoint, count: str) -> float:
+    delays = []
+    for _ in range(int(count)):
+        sent = endpoint.recv("sender")["t"]
+        delays.append(time.monotonic_ns() - sent)
     return median_us(delays[int(count) // 10 :])
 
 
-def call_sender(endpoint: Endpoint, count: str) -> None:
-    time.sleep(0.5)
+def mail_sender(endpoint: Endpoint, count: str) -> None:
     for _ in range(int(count)):
-        endpoint.request_async("receiver", "take", "", {"t": time.monotonic_ns(), "n": 1, "s": "text"})
+        endpoint.isend("receiver", {"t": time.monotonic_ns(), "n": 1, "s": "text"}).result(60)
         time.sleep(0.001)
 
 
@@ -102,10 +95,10 @@ def balance(pause_s: float = 0.02, count: int = 300) -> float:
     return float(sum(number for number, _, _ in taken) / seconds / (1 / pause_s + 1 / (4 * pause_s)))
 
 
-def call_latency_us(count: int = 2000) -> float:
+def mail_latency_us(count: int = 2000) -> float:
     with Cast(__file__) as cast:
-        receiver = cast.start("call_receiver", "receiver", count)
-        cast.start("call_sender", "sender", count)
+        receiver = cast.start("mail_receiver", "receiver", count)
+        cast.start("mail_sender", "sender", count)
         return float(said(receiver))
 
 
@@ -126,7 +119,7 @@ def channel_run(num_pairs: int, count: int, batch: int, pause_s: float = 0) -> t
 
 
 def measure() -> Iterator[dict[str, Any]]:
-    yield row("small dict, process to process, one way", call_latency_us(), "us", target=100, at_least=False)
+    yield row("small dict, process to process, one way", mail_latency_us(), "us", target=100, at_least=False)
     delay_us = channel_run(1, 2000, 1, 0.001)[1]
     yield row("small dict, index in a third process, one way", delay_us, "us", target=200, at_least=False)
     for name, num_pairs, count, batch, target in (
@@ -142,8 +135,8 @@ def measure() -> Iterator[dict[str, Any]]:
 
 ROLES = {
     "slow_consumer": slow_consumer,
-    "call_receiver": call_receiver,
-    "call_sender": call_sender,
+    "mail_receiver": mail_receiver,
+    "mail_sender": mail_sender,
     "index": index,
     "producer": producer,
     "consumer": consumer,

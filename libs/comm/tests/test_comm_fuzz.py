@@ -15,4 +15,4 @@ def test_a_slice_of_the_fuzz_target_finds_nothing_and_learns() -> None:
     found = target.run(2_000, seed=0)
     assert found["kept"] > 30
     assert found["edges"] > 150
-    assert found["slowest_s"] < 2
+    assert found["slowest_s"] < 5

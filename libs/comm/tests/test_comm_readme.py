@@ -20,7 +20,7 @@ def test_the_example_runs_as_two_processes(tmp_path: Path) -> None:
         subprocess.Popen([*command, "consumer"], env=environment, stdout=subprocess.PIPE, text=True) as consumer,
         subprocess.Popen([*command, "producer"], env=environment) as producer,
     ):
-        assert producer.wait(30) == 0
-        output, _ = consumer.communicate(timeout=30)
+        assert producer.wait(50) == 0
+        output, _ = consumer.communicate(timeout=50)
     assert consumer.returncode == 0
     assert output.split() == ["0", "0", "1", "1000000", "2", "2000000"]

@@ -47,12 +47,18 @@ class CallServer:
         self._executor = executor
         self._parking = parking
         self._handlers: dict[str, Handler] = {}
+        self._prompt: set[str] = set()
 
-    def add(self, service: str, handler: Handler) -> None:
-        """Serves a service, on the io thread; raises ValueError for a name that is taken."""
+    def add(self, service: str, handler: Handler, *, prompt: bool = False) -> None:
+        """Serves a service, on the io thread; raises ValueError for a name that is taken.
+
+        A `prompt` handler never waits and answers with little: it runs on the io thread, without a thread's detour.
+        """
         if service in self._handlers:
             raise ValueError(f"service {service!r} has a handler already: give this one another name")
         self._handlers[service] = handler
+        if prompt:
+            self._prompt.add(service)
         self._parking.arrived(service)
 
     def on_call(self, connection: Connection, request_id: int, body: bytes) -> None:
@@ -61,7 +67,8 @@ class CallServer:
         # A block is opened here, in the order of frames: its segment may be retired by the next one.
         args = connection.open(message.args)
         job = partial(self._run, connection, request_id, message.service, message.method, args)
-        submit = partial(self._executor.submit, (connection, message.service), job)
+        prompt = message.service in self._prompt
+        submit = job if prompt else partial(self._executor.submit, (connection, message.service), job)
         if message.service in self._handlers:
             submit()
             return
@@ -76,6 +83,9 @@ class CallServer:
             self._fail(connection, request_id, error)
             return
         if isinstance(result, Future):
+            if service in self._prompt:
+                result.add_done_callback(partial(self._settle, connection, request_id))
+                return
             # It may be resolved on any thread, the io thread too: encoding is for one of ours.
             lane = (connection, request_id, service)
             result.add_done_callback(

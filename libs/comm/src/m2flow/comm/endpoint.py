@@ -85,7 +85,7 @@ class Endpoint:
         self._reader = WeightReader()
         self._calls.add(SERVICE, self._weights.handle)
         mailbox = self._fabric.mailbox
-        self._calls.add(_MAIL, lambda request: mailbox.deliver(request.peer, request.method, request.args))
+        self._calls.add(_MAIL, lambda mail: mailbox.deliver(mail.peer, mail.method, mail.args), prompt=True)
         self._fabric.start(
             {
                 Kind.CALL: self._calls.on_call,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from m2flow.flow import PlanError, check_plan
+from m2flow.flow import Graph, PlanError, check_plan
 from m2flow.flow.modes import spatial_plan, temporal_plan
 from m2flow.flow.testing import grpo_graph
 from m2flow.proto.flow.v1 import flow_pb2 as pb
@@ -124,6 +124,21 @@ def test_iterations_that_overlap_need_room_for_each(graph, cluster):
     plan.staleness = 1
     with pytest.raises(PlanError, match=r"one turn of rollout\.generate gives 64"):
         check_plan(graph, plan, cluster)
+
+
+def test_a_rank_that_no_launcher_would_place_is_refused(graph, cluster):
+    message = graph.to_proto()
+    for own in message.groups:
+        own.devices_per_rank = 0
+    wide = Graph.from_proto(message)
+    plan = temporal_plan(wide, cluster)
+    check_plan(wide, plan, cluster)
+    actor = group(plan, "actor")
+    actor.num_ranks = 2
+    del actor.device_ids[:]
+    actor.device_ids.extend([0, 2, 1, 3])
+    with pytest.raises(PlanError, match=r"group actor: .*with a gap, want consecutive"):
+        check_plan(wide, plan, cluster)
 
 
 def test_items_that_nobody_takes_yet_must_not_fill_an_inbox(graph):

@@ -1,11 +1,22 @@
 """A GRPO-shaped flow on synthetic workers, run for real: same results under every plan, times as the plan says."""
 
 import itertools
+import random
 import time
 
 import pytest
 
-from m2flow.flow import RunError, RunStopped, Runtime, spatial_plan, temporal_plan, trace
+from m2flow.flow import (
+    PlanError,
+    RunError,
+    RunStopped,
+    Runtime,
+    account,
+    check_plan,
+    spatial_plan,
+    temporal_plan,
+    trace,
+)
 from m2flow.flow.testing import SyntheticActor, SyntheticReward, SyntheticRollout, grpo, mean_reward
 from m2flow.proto.flow.v1 import flow_pb2 as pb
 from m2flow.worker import Cluster, Item, WorkerFailed, launch_run
@@ -279,3 +290,50 @@ def test_a_new_plan_between_iterations_carries_state_and_changes_no_result(threa
             results.append(runtime.run(number, prompts(number)))
         assert runtime.groups["actor"].weights().result(10)[0] == weights
     assert facts(results) == facts(wanted)
+
+
+def random_grpo_plan(chance, graph):
+    """Any plan of the program on four devices that is accepted: devices may be shared, chunks are of any size."""
+    while True:
+        plan = pb.ExecutionPlan()
+        for name in graph.groups:
+            ids = sorted(chance.sample(range(4), chance.randint(1, 4)))
+            num_ranks = 1 if name == "actor" else len(ids)
+            residency = chance.choice([pb.RESIDENCY_RESIDENT, pb.RESIDENCY_OFFLOADED])
+            plan.groups.add(group=name, device_ids=ids, num_ranks=num_ranks, residency=residency)
+        shared = {n for own in plan.groups for n in own.device_ids}
+        plan.share_groups.add(groups=list(graph.groups), device_ids=sorted(shared))
+        for position, stage in enumerate(graph.kinds(pb.STAGE_KIND_WORK, pb.STAGE_KIND_PUBLISH)):
+            size = chance.randint(1, graph.volume(stage.name))
+            plan.stages.add(stage=stage.name, granularity=size, position=position, hold=chance.random() < 0.5)
+        try:
+            check_plan(graph, plan, CLUSTER)
+        except PlanError:
+            continue
+        return plan
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("seed", range(4))
+def test_random_hybrid_plans_give_the_same_results(threads, seed):
+    graph = make_graph(actor={"minibatch": 3})
+    wanted, weights = run(threads, graph, temporal_plan(graph, CLUSTER), iterations=2)
+    got, same_weights = run(threads, graph, random_grpo_plan(random.Random(seed), graph), iterations=2)
+    assert facts(got) == facts(wanted)
+    assert weights == same_weights
+
+
+@pytest.mark.medium
+def test_idle_time_has_its_causes(threads):
+    """Whole batches, side by side: each group waits for as long as the other works, whatever that comes to."""
+    graph = make_graph(rollout={"seconds": 0.4}, actor={"seconds": 0.05, "minibatch": PROMPTS})
+    plan = spatial_plan(graph, Cluster.virtual(3), num_chunks=1)
+    result = one_iteration(threads, graph, plan)
+    lines = account(result.timeline, result.start_ns, result.end_ns)
+    devices = {own.group: own.device_ids[0] for own in plan.groups}
+    rollout, actor = (lines[devices[name]].causes for name in ("rollout", "actor"))
+    assert rollout["busy"] >= 0.4
+    assert actor["busy"] >= 0.4
+    assert rollout["waiting for weights"] >= 0.7 * actor["busy"]
+    assert actor["waiting for input"] >= 0.7 * rollout["busy"]
+    assert all(line.unattributed < 0.05 for line in lines)

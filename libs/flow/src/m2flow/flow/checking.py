@@ -9,7 +9,7 @@ from m2flow.flow.errors import PlanError
 from m2flow.flow.graph import Graph
 from m2flow.flow.passes.pipeline import inbox_capacity, is_routed
 from m2flow.proto.flow.v1 import flow_pb2 as pb
-from m2flow.worker import Cluster
+from m2flow.worker import Cluster, Placement, PlacementError
 
 
 def check_plan(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> None:
@@ -70,6 +70,11 @@ def _devices(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Iterator
         if not own.num_ranks or len(ids) % own.num_ranks or (width and len(ids) != own.num_ranks * width):
             want = f"{width} devices a rank" if width else "a multiple of its ranks"
             yield f"plan: group {own.group} has {own.num_ranks} ranks on {len(ids)} devices, want {want}"
+        elif set(ids) <= devices.keys():
+            try:
+                Placement.of(ids, len(ids) // own.num_ranks).check(cluster)
+            except PlacementError as refused:
+                yield f"plan: group {own.group}: {refused}"
         if len(ids) < group.min_devices or (group.max_devices and len(ids) > group.max_devices):
             upper = group.max_devices or "any number"
             yield f"plan: group {own.group} has {len(ids)} devices, want {group.min_devices} to {upper}"

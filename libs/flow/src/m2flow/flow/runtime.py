@@ -5,7 +5,7 @@ Between the stages nothing passes through it: it feeds the source's items in and
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,8 +20,10 @@ from m2flow.flow.passes import lower
 from m2flow.flow.pending import More, Pending
 from m2flow.flow.result import IterationResult
 from m2flow.proto.flow.v1 import flow_pb2 as pb
-from m2flow.worker import AttachedGroup, GroupSpec, Item, Placement, Session, WorkerGroup
+from m2flow.worker import AttachedGroup, CallTimeout, GroupSpec, Item, Placement, Session, WorkerGroup
 
+# How long a rank may take to say that its stages have ended, before it is stopped all the same.
+_STOP_S = 1.0
 _RUNNER = "m2flow.flow.runner:RankRunner"
 
 
@@ -139,8 +141,9 @@ class Runtime:
         self._stopped = True
         self._close_channels()
         if self._session.failure is None:
-            for runner in self._runners.values():
-                runner.stop()
+            for handle in [runner.stop() for runner in self._runners.values()]:
+                with suppress(CallTimeout):  # a stage in the middle of a long call is stopped with its group
+                    handle.wait(_STOP_S)
             for group in self.groups.values():
                 self._session.stop(group)
 

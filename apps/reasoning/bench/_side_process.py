@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-_POLL_S = 0.2
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,10 @@ class Driver:
             runtime.apply(self.planning.plan)
 
     def _record(self, step: int, outcome: StepOutcome, result: IterationResult) -> None:
-        seconds, stages = result.seconds, stage_seconds(result.timeline, self.graph.order)
+        seconds = result.seconds
+        # Weights that were published before the iteration began are no part of it.
+        spans = [span for span in result.timeline.spans if span.start_ns >= result.start_ns]
+        stages = stage_seconds(spans, self.graph.order)
         tokens_per_s = outcome.metrics["tokens"] / seconds
         metrics = {
             **outcome.metrics,

@@ -54,6 +54,7 @@ def _rollout(config: ReasoningConfig, weights: Path) -> GroupSpec:
         "samples_per_prompt": config.samples_per_prompt,
         "max_new_tokens": config.sampling.max_new_tokens,
         "temperature": config.sampling.temperature,
+        "stop": list(config.sampling.stop),
         "seed": config.seed,
         "dtype": config.model.rollout_dtype,
     }
@@ -76,6 +77,9 @@ def _actor(config: ReasoningConfig, weights: Path, resume: Path | None) -> Group
         "betas": list(config.optimiser.betas),
         "weight_decay": config.optimiser.weight_decay,
         "max_grad_norm": config.optimiser.max_grad_norm,
+        "clip_low": config.loss.clip_low,
+        "clip_high": config.loss.clip_high,
+        "loss_aggregation": config.loss.aggregation,
         "temperature": config.sampling.temperature,
         "resume": str(resume or ""),
     }

@@ -195,5 +195,8 @@ def test_a_module_that_starts_threads_is_started_cold(private: Path) -> None:
             (1, {"size": 3}, False),
         ]
         group.kill(1)
+        deadline = time.monotonic() + 10
+        while Path(f"/proc/{answers[1]['pid']}").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
         assert group.on(1).whoami().result(30)[0]["pid"] != answers[1]["pid"]
     wait_for_end(agent, private)

@@ -125,7 +125,8 @@ class Driver:
     def _evaluate(self, runtime: Runtime, step: int) -> None:
         self.progress.doing("evaluating")
         began = time.perf_counter()
-        metrics = dict(self.job.evaluate(runtime.groups, step))
+        with runtime.loaded(*self.job.evaluated_groups):
+            metrics = dict(self.job.evaluate(runtime.groups, step))
         self._log.write(step, {**metrics, "timing_s/evaluation": time.perf_counter() - began})
         shown = ", ".join(
             f"{name.removeprefix('eval/').replace('_', ' ')} {value:.3f}" for name, value in metrics.items()
@@ -143,7 +144,8 @@ class Driver:
         trainer = runtime.groups[self.job.trainer]
 
         def write(directory: Path) -> None:
-            trainer.method("save_checkpoint")(str(directory)).result()
+            with runtime.loaded(self.job.trainer):
+                trainer.method("save_checkpoint")(str(directory)).result()
 
         path = write_checkpoint(self.run.checkpoints, state, write, keep=self.config.checkpoint.keep)
         self.progress.say(f"step {step}: checkpoint {path}")

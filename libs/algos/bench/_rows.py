@@ -14,7 +14,7 @@ Row = dict[str, str | float | bool | None]
 
 
 def row(name: str, value: float, unit: str, *, peer: str, peer_value: float, at_least: float) -> Row:
-    """Return a row: the ratio is how many times better than the peer, and `holds` whether it reaches `at_least`."""
+    """Return a row: the ratio is how many times less than the peer's the value is; `holds` says if it is enough."""
     ratio = peer_value / value
     return {
         "name": name,

@@ -18,6 +18,11 @@ settings.load_profile("proofs" if PROOFS else "slice")
 Batch = dict[str, Tensor]
 
 
+def pytest_collection_finish() -> None:
+    """Load the compiler, which takes seconds, in nobody's time: not in that of the first test to need it."""
+    torch.compile(torch.neg, backend="eager")(torch.zeros(1))
+
+
 @pytest.fixture
 def compiled() -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Return torch.compile that refuses a graph break; in the proofs the one graph is also lowered to code."""

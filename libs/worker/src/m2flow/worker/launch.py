@@ -2,6 +2,7 @@
 
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ LAUNCHERS: Mapping[str, str] = {
 }
 """Each launcher's way in, by name, so that one that is not used is not imported."""
 
+_PREFIX = "m2flow-"
 _JOIN = "m2flow.worker.launchers._link:GrpcLink"
 
 
@@ -61,7 +63,8 @@ def launch_run(
     joined = dict(agents or {})
     if unknown := sorted(joined.keys() - set(cluster.nodes)):
         raise ValueError(f"agents: got node {unknown[0]!r}, want some of {', '.join(map(repr, cluster.nodes))}")
-    directory = Path(tempfile.mkdtemp(prefix="m2flow-"))
+    _sweep(Path(tempfile.gettempdir()))
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
     token = secrets.token_hex(16)
     endpoint: Endpoint | None = None
     try:
@@ -84,6 +87,19 @@ def launch_run(
             endpoint.close()
         shutil.rmtree(directory, ignore_errors=True)
         raise
+
+
+def _sweep(parent: Path) -> None:
+    """Removes what drivers left that were killed with nobody to clean up after them, as one whose ranks are threads."""
+    for directory in parent.glob(f"{_PREFIX}*"):
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(0.1)
+            try:
+                probe.connect(str(directory / "driver.sock"))
+            except ConnectionRefusedError:
+                shutil.rmtree(directory, ignore_errors=True)
+            except OSError:
+                pass  # Not ours, or being made, or busy: none is a dead driver's.
 
 
 def _connect(cluster: Cluster, launcher: str, joined: Mapping[str, AgentAddress], wiring: Wiring) -> Mapping[str, Link]:

@@ -12,7 +12,7 @@ from m2flow.worker._python import MODULE, child_environment
 from m2flow.worker.errors import LaunchError
 from m2flow.worker.launchers._boot import Boot
 
-_START_TIMEOUT_S = 30.0
+_START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0
 
 

@@ -36,7 +36,7 @@ def session_address(directory: Path, agent: str) -> str:
 class GrpcLink:
     """A session with an agent. `on_response` hears it on a thread of its own; `on_lost` its end, unless closed here."""
 
-    def __init__(self, address: str, wiring: Wiring, *, token: str = "", timeout_s: float = 20.0) -> None:
+    def __init__(self, address: str, wiring: Wiring, *, token: str = "", timeout_s: float = 60.0) -> None:
         self._outbox: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
         self._wiring = wiring
         self._closing = False

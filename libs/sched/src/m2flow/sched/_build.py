@@ -35,11 +35,8 @@ class Model:
     problem: Problem
 
 
-def build(request: sched_pb2.PlanRequest, scaled: Mapping[str, float] | None = None) -> Model:
+def build(request: sched_pb2.PlanRequest) -> Model:
     """Checks a request and prepares its search.
-
-    Args:
-        scaled: What-if: by stage, what its seconds are multiplied with.
 
     Raises:
         InputError: a part of the request contradicts itself or another part; the message says which and what to do.
@@ -56,7 +53,17 @@ def build(request: sched_pb2.PlanRequest, scaled: Mapping[str, float] | None = N
                 f"group {group.name!r} runs on devices of kind {group.device_kind!r}, the cluster has "
                 f"{sorted(found)}: add such devices to the cluster or change the group's device_kind"
             )
-    costs = replace(build_costs(workflow, request.profile, found), scaled=scaled or {})
+    return assemble(request, workflow, build_costs(workflow, request.profile, found), found)
+
+
+def scaled(model: Model, factors: Mapping[str, float]) -> Model:
+    """What-if: the model with the seconds of some stages multiplied; nothing is fitted again."""
+    return assemble(model.request, model.workflow, replace(model.costs, scaled=factors), model.pools)
+
+
+def assemble(request: sched_pb2.PlanRequest, workflow: Workflow, costs: Costs, found: Mapping[str, Pool]) -> Model:
+    """The search problem of inputs that were checked and fitted."""
+    used = [workflow.groups[g] for node in workflow.nodes for g in node.groups]
     kinds = tuple(dict.fromkeys(g.device_kind for g in used))
     quanta = _quanta(request, kinds, found, used)
     grid = Grid([max(1, len(found[k].ids) // q) for k, q in zip(kinds, quanta, strict=True)])

@@ -215,19 +215,16 @@ def ring_seconds(parts: Mapping[str, float], servers: Mapping[str, str], rounds:
     """
     names = list(parts)
     free = dict.fromkeys(servers.values(), 0.0)
-    heap = [(0.0, batch, 0) for batch in range(batches)]
+    heap = [(0.0, batch, 0) for batch in range(batches)]  # by arrival: each part serves in that order
     heapq.heapify(heap)
-    last = 0.0
+    last, arrivals = 0.0, batches
     while heap:
-        ready, batch, step = heapq.heappop(heap)
+        ready, _, step = heapq.heappop(heap)
         part = names[step % len(names)]
-        start = max(ready, free[servers[part]])
-        if start > ready + _EPS:
-            heapq.heappush(heap, (start, batch, step))
-            continue
-        end = start + parts[part]
+        end = max(ready, free[servers[part]]) + parts[part]
         free[servers[part]] = end
         last = max(last, end)
         if step + 1 < rounds * len(names):
-            heapq.heappush(heap, (end, batch, step + 1))
+            arrivals += 1
+            heapq.heappush(heap, (end, arrivals, step + 1))
     return last

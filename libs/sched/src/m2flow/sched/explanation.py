@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched._build import Model, build
+from m2flow.sched._build import scaled as scaled_model
 from m2flow.sched._plans import best_plans
 from m2flow.sched._tree import shape
 from m2flow.sched._words import plan_in_words
@@ -71,6 +72,8 @@ def _what_if(
     mode: str | None = None,
 ) -> WhatIf | None:
     """The best plan after a change; None if no plan fits then. `devices` are added to the first node of the kind."""
+    if scaled:
+        return _best(scaled_model(model, scaled), what)
     request = sched_pb2.PlanRequest()
     request.CopyFrom(model.request)
     request.mode = request.mode if mode is None else mode
@@ -82,10 +85,14 @@ def _what_if(
         switch.offload_s = max(switch.offload_s * switching, 1e-12)
     if devices:
         _add_devices(request, model.kinds[0], devices)
-    changed = build(request, scaled)
+    changed = build(request)
     if any(not len(pool.ids) for pool in changed.pools.values()):
         return None
-    best = best_plans(changed.problem, request.mode, 1)
+    return _best(changed, what)
+
+
+def _best(model: Model, what: str) -> WhatIf | None:
+    best = best_plans(model.problem, model.request.mode, 1)
     if not best:
         return None
     return WhatIf(what, best[0].seconds, best[0].mode, shape(best[0].tree))

@@ -1,0 +1,45 @@
+"""The planner over gRPC gives what the functions give."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+grpc = pytest.importorskip("grpc", reason="the service is an extra")
+
+from m2flow.proto.sched.v1 import sched_pb2, sched_pb2_grpc  # noqa: E402
+from m2flow.sched import plan  # noqa: E402
+from m2flow.sched.service import serve  # noqa: E402
+
+Make = Callable[..., sched_pb2.PlanRequest]
+pytestmark = pytest.mark.medium
+
+
+@pytest.fixture
+def stub() -> Iterator[sched_pb2_grpc.SchedulerServiceStub]:
+    server, port = serve("127.0.0.1:0")
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield sched_pb2_grpc.SchedulerServiceStub(channel)
+    server.stop(0).wait(10)
+
+
+def test_all_four_calls_answer(stub: sched_pb2_grpc.SchedulerServiceStub, make_request: Make) -> None:
+    request = make_request(2, kind="cpu")
+    answer = stub.Plan(request, timeout=30)
+    assert list(answer.plans) == list(plan(request).plans)
+    explained = stub.Explain(sched_pb2.ExplainRequest(request=request), timeout=60)
+    assert explained.text.startswith("Temporal")
+    simulated = stub.Simulate(sched_pb2.SimulateRequest(request=request, plan=answer.plans[0].plan), timeout=30)
+    assert simulated.iteration_s == pytest.approx(answer.plans[0].simulated_s)
+    compared = stub.Compare(sched_pb2.CompareRequest(left=request, right=request), timeout=30)
+    assert "times as fast" in compared.text
+
+
+def test_an_unusable_input_is_the_callers_mistake(
+    stub: sched_pb2_grpc.SchedulerServiceStub, make_request: Make
+) -> None:
+    request = make_request(2)
+    request.mode = "fast"
+    with pytest.raises(grpc.RpcError) as failed:
+        stub.Plan(request, timeout=30)
+    assert failed.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "mode 'fast'" in failed.value.details()

@@ -12,7 +12,7 @@ Batch = dict[str, Tensor]
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: no CUDA device"),
 ]
 
 

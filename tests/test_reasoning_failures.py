@@ -63,7 +63,8 @@ def wait_gone(pids: list[int], deadline_s: float) -> None:
 
 def worker_pid(started, group: str) -> int:
     """The process of the first rank of a group: workers name their processes."""
-    (pid,) = [pid for pid in descendants(started.process.pid) if f"m2flow {group}.0" in command_of(pid)]
+    family = descendants(started.process.pid)
+    (pid,) = [pid for pid in family if Path(f"/proc/{pid}/comm").read_text().strip() == f"{group}.0"]
     return pid
 
 

@@ -1,11 +1,13 @@
 """The life of a worker process that holds one rank, from just after the fork to its exit code."""
 
+import contextlib
 import faulthandler
 import os
 import select
 import signal
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from m2flow.comm import Endpoint
 from m2flow.proto.worker.v1 import worker_pb2 as pb
@@ -21,6 +23,7 @@ def run_rank(order: pb.StartWorker, boot: Boot, life_fds: Sequence[int]) -> int:
     """
     threading.Thread(target=_die_with, args=(life_fds,), name="liveness", daemon=True).start()
     faulthandler.enable()
+    _name_process(f"{order.group}.{order.rank}")
     os.environ.update(order.environment)
     _bind_cores(order)
     endpoint = Endpoint(boot.path, f"{order.group}.{order.rank}", token=boot.token)
@@ -31,6 +34,12 @@ def run_rank(order: pb.StartWorker, boot: Boot, life_fds: Sequence[int]) -> int:
         return 0 if host.run() else 1
     finally:
         endpoint.close()
+
+
+def _name_process(name: str) -> None:
+    """Lets ps and top show which rank a process is; Linux keeps the first 15 bytes."""
+    with contextlib.suppress(FileNotFoundError):
+        Path("/proc/self/comm").write_text(name[:15])
 
 
 def _bind_cores(order: pb.StartWorker) -> None:

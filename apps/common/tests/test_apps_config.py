@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from m2flow.apps.batch import batch_problems, derived_numbers
-from m2flow.apps.config import TrainingConfig, load_config
+from m2flow.apps.config import RunConfig, TrainingConfig, load_config
 from m2flow.apps.errors import ConfigError
 from m2flow.apps.parsing import build, known_keys
 from m2flow.apps.yaml_tree import dump_yaml, merge_overrides, parse_yaml
@@ -88,7 +88,7 @@ def test_what_is_not_a_mapping_is_refused(text: str) -> None:
 
 
 def test_what_is_shown_reads_back_equal_with_every_key_and_its_meaning() -> None:
-    config = replace(TrainingConfig(), plan="null", cpu_slots=2)
+    config = replace(TrainingConfig(), plan="null", cpu_slots=2, run=RunConfig(dir="a\n b"))
     text = dump_yaml(config)
     assert build(TrainingConfig, parse_yaml(text, origin="shown")) == config
     assert all(key.rpartition(".")[2] + ":" in text for key in known_keys(TrainingConfig))

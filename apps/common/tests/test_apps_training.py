@@ -127,3 +127,9 @@ def test_auto_measures_then_explains_and_goes_on_with_its_choice(toy: Toy, tmp_p
     assert load_plan(run.plan).HasField("prediction")
     fixed, _ = _train(toy, tmp_path / "fixed", "num_steps=6", f"plan={run.plan}")
     assert fixed.read_samples() == run.read_samples()
+
+
+def test_several_epochs_take_several_optimiser_steps(toy: Toy, tmp_path: Path) -> None:
+    run, ended = _train(toy, tmp_path / "run", "num_steps=2", "num_epochs=3")
+    assert ended.code == 0, ended.err
+    assert _state(run)["steps"] == 6

@@ -103,6 +103,10 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+_Dumper.add_representer(  # a line break inside a value is written as \\n, so that a value stays on its line
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if "\n" in text else None),
+)
 
 
 def _lines(config: object, indent: str) -> Iterator[str]:

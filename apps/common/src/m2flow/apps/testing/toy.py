@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from m2flow.apps.app import App, Job, StepOutcome
@@ -56,10 +57,11 @@ class ToyActor(SyntheticActor):
         (Path(directory) / "state.json").write_text(text, encoding="utf-8")
 
 
-def grpo(flow: Flow, rollout: StageProxy, reward: StageProxy, actor: StageProxy) -> Stream:
+def grpo(flow: Flow, rollout: StageProxy, reward: StageProxy, actor: StageProxy, *, num_epochs: int = 1) -> Stream:
     """The macro flow."""
     scored = reward.score(rollout.generate(flow.source("prompts")))
-    metrics = actor.train(flow.map(mean_reward, flow.gather(scored, by="prompt")))
+    graded = flow.map(mean_reward, flow.gather(scored, by="prompt"))
+    metrics = actor.train(flow.epochs(graded, num_epochs))
     flow.publish(actor, to=rollout)
     return metrics
 
@@ -74,7 +76,7 @@ def _build(config: ToyConfig, weights: Path, resume: Path | None) -> Job:
         "dies_at": config.dies_at,
     }
     return Job(
-        program=grpo,
+        program=partial(grpo, num_epochs=config.num_epochs),
         groups={
             "rollout": SyntheticRollout.group({"samples": samples, "seconds": config.generate_s}, name="rollout"),
             "reward": SyntheticReward.group({}, name="reward"),

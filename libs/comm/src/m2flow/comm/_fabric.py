@@ -253,7 +253,8 @@ class Fabric:
                 del self._dialled[connection.peer]
         connection.lose(PeerLostError(connection.peer, reason))
         if connection.greeted:
-            self._on_gone(connection, not connection.left)
+            # Peers hang up on an endpoint that has said goodbye: what ends then is no death either.
+            self._on_gone(connection, not connection.left and not self._closed)
 
     def _shut(self) -> None:
         with self._lock:

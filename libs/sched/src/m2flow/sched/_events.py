@@ -8,6 +8,7 @@ an offloaded group pays onload and offload in each turn; a long-tailed stage let
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _EPS = 1e-9
 
@@ -44,8 +45,7 @@ class Task:
     emits: Sequence[float] = ()
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """Something that a task did: "onload", "busy" or "offload"."""
 
     task: int
@@ -56,7 +56,7 @@ class Event:
     fraction: float
 
 
-@dataclass
+@dataclass(slots=True)
 class _State:
     iteration: int = 0
     started: int = 0
@@ -76,13 +76,20 @@ class Clockwork:
         iterations: How many.
         in_flight: Iterations that may be under way at once: 1 + staleness.
         record: Whether to keep events.
+        neighbours: Whether a task's seconds depend on who runs beside it.
     """
 
-    def __init__(self, tasks: Sequence[Task], iterations: int, in_flight: int, record: bool) -> None:
+    def __init__(
+        self, tasks: Sequence[Task], iterations: int, in_flight: int, record: bool, neighbours: bool = True
+    ) -> None:
+        self._neighbours = neighbours
         self._tasks, self._iterations, self._in_flight = tasks, iterations, in_flight
         self._order = sorted(range(len(tasks)), key=lambda i: tasks[i].position)
         self._states = [_State() for _ in tasks]
-        self._owner: dict[int, int] = {}
+        self._conflicts = [
+            [j for j, other in enumerate(tasks) if j != i and other.devices & task.devices]
+            for i, task in enumerate(tasks)
+        ]
         self._heap: list[tuple[float, int, Callable[[float], None]]] = []
         self._count = 0
         self._now = 0.0
@@ -119,14 +126,12 @@ class Clockwork:
         if self._in_flight > 1:
             order = sorted(order, key=lambda i: (self._states[i].iteration, self._tasks[i].position))
         for index in order:
-            state, task = self._states[index], self._tasks[index]
+            state = self._states[index]
             if state.running or state.iteration >= self._iterations or not self._ready(index):
                 continue
             if not state.holds:
-                if any(d in self._owner for d in task.devices):
+                if any(self._states[other].holds for other in self._conflicts[index]):
                     continue
-                for device in task.devices:
-                    self._owner[device] = index
                 state.holds = True
             self._start(index)
 
@@ -157,9 +162,10 @@ class Clockwork:
             self._note(index, "onload", begin, begin + task.onload_s, 0.0)
             begin += task.onload_s
         state.loaded = True
-        beside = frozenset(
-            t.name for t, s in zip(self._tasks, self._states, strict=True) if s.running and t is not task
-        )
+        beside: frozenset[str] = frozenset()
+        if self._neighbours:
+            others = zip(self._tasks, self._states, strict=True)
+            beside = frozenset(t.name for t, s in others if s.running and t is not task)
         seconds = task.seconds(part, beside)
         self._note(index, "busy", begin, begin + seconds, part)
         for j, moment in enumerate(task.emits[:-1], start=1):
@@ -190,9 +196,7 @@ class Clockwork:
             state.running = False
 
     def _release(self, index: int, over: bool) -> None:
-        state, task = self._states[index], self._tasks[index]
-        for device in task.devices:
-            del self._owner[device]
+        state = self._states[index]
         state.holds = state.running = False
         state.loaded = False
         if over:

@@ -1,15 +1,18 @@
 """The best plans of a problem: the search run for every choice of pins, and the best rows of all."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 
+from m2flow.sched._closed_form import iteration_seconds
+from m2flow.sched._coarse import Contraction, contractions, is_large, orders
 from m2flow.sched._problem import Problem
 from m2flow.sched._search import Pins, Search
+from m2flow.sched._stretched import Stretched
 from m2flow.sched._table import Floats, Table
-from m2flow.sched._tree import Reader, Tree, shape
+from m2flow.sched._tree import Reader, Tree, Turns, shape, walk
 
 _ROWS_A_CUT = 2  # of each first cut the best rows that are ranked
 
@@ -29,7 +32,39 @@ _MODES = ("temporal", "temporal", "spatial", "hybrid")
 
 
 def best_plans(problem: Problem, mode: str, count: int) -> list[Candidate]:
-    """Returns up to `count` different plans of a mode ("" for any), best first; none if none fits."""
+    """Returns up to `count` different plans of a mode ("" for any), best first; none if none fits.
+
+    Exact, unless the graph is large (`_coarse.is_large`): then the best over several blockings of it.
+    """
+    if not is_large(problem):
+        return _exact_plans(problem, mode, count)
+    found: dict[tuple[str, int], Candidate] = {}
+    for contraction in contractions(problem):
+        for plan in _exact_plans(contraction.problem, mode, count):
+            fine = replace(plan, tree=contraction.expand(plan.tree))
+            found.setdefault((shape(fine.tree), fine.staleness), fine)
+    for candidate in _stretched_plans(problem, mode):
+        found.setdefault((shape(candidate.tree), 0), candidate)
+    return sorted(found.values(), key=lambda c: (c.seconds, c.staleness))[:count]
+
+
+def _stretched_plans(problem: Problem, mode: str) -> Iterator[Candidate]:
+    """Pipelines of many layers, where nothing forbids them."""
+    plain = problem.kinds == 1 and not problem.repeated and not problem.tails and problem.pipelined(problem.everything)
+    if mode == "temporal" or not plain or not problem.chunk_counts:
+        return
+    for order in orders(problem):
+        stretched = Stretched(problem, order, mode == "spatial")
+        contraction = Contraction(problem, stretched.blocks, problem)
+        for tree in stretched.plans():
+            fine = contraction.expand(tree)
+            shared = any(isinstance(t, Turns) for t in walk(fine))
+            if mode != "hybrid" or shared:
+                seconds = iteration_seconds(fine, {}) + problem.sync_s
+                yield Candidate(fine, Pins({}), seconds, 0, "hybrid" if shared else "spatial")
+
+
+def _exact_plans(problem: Problem, mode: str, count: int) -> list[Candidate]:
     ranked: list[tuple[float, int, int, Table, Pins]] = []
     for pins in pin_choices(problem, mode):
         for table in Search(problem, mode, pins).whole():

@@ -68,6 +68,14 @@ def leaves(tree: Tree) -> Iterator[Leaf]:
             yield from leaves(part)
 
 
+def walk(tree: Tree) -> Iterator[Tree]:
+    """The tree and all its parts, the parts' parts included."""
+    yield tree
+    if not isinstance(tree, Leaf):
+        for part in tree.parts:
+            yield from walk(part)
+
+
 def shape(tree: Tree) -> str:
     """ "(rollout | (reward ; actor)) x8": turns `;`, pipeline `|` with its chunks, side by side `&`, apart `/`."""
     if isinstance(tree, Leaf):

@@ -3,7 +3,9 @@
 import time
 
 from m2flow.proto.sched.v1 import sched_pb2
+from m2flow.sched._bound import lower_bound
 from m2flow.sched._build import Model, build
+from m2flow.sched._coarse import is_large
 from m2flow.sched._infeasible import why_infeasible
 from m2flow.sched._placement import execution_plan
 from m2flow.sched._plans import Candidate, best_plans
@@ -53,7 +55,8 @@ def searched(model: Model) -> tuple[list[Candidate], float]:
 
 def respond(model: Model, candidates: list[Candidate], seconds: float) -> sched_pb2.PlanResponse:
     """The answer: candidates simulated, the fastest by simulation first, ties by the closed form."""
-    response = sched_pb2.PlanResponse(search_s=seconds, exact=True, device_quantum=model.problem.quanta[0])
+    exact = not is_large(model.problem)
+    response = sched_pb2.PlanResponse(search_s=seconds, exact=exact, device_quantum=model.problem.quanta[0])
     response.notes.extend(model.costs.notes)
     ranked = []
     for candidate in candidates:
@@ -77,7 +80,7 @@ def respond(model: Model, candidates: list[Candidate], seconds: float) -> sched_
     ranked.sort(key=lambda r: r.simulated_s)
     response.plans.extend(ranked)
     if candidates:
-        response.lower_bound_s = candidates[0].seconds
+        response.lower_bound_s = candidates[0].seconds if exact else lower_bound(model.problem)
     else:
         response.infeasible = why_infeasible(model)
     light = model.problem.light

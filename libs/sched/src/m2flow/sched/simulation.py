@@ -44,7 +44,7 @@ def run_plan(
     tasks = _tasks(model, plan)
     in_flight = 1 + plan.staleness
     iterations = 1 if plan.staleness == 0 else 4 * in_flight + 4
-    clockwork = Clockwork(tasks, iterations, in_flight, record)
+    clockwork = Clockwork(tasks, iterations, in_flight, record, bool(model.costs.corun))
     try:
         ends = clockwork.run()
     except RuntimeError as stuck:
@@ -118,14 +118,17 @@ def _batches(model: Model, plan: flow_pb2.ExecutionPlan, stages: tuple[str, ...]
 
 
 def _room(model: Model, plan: flow_pb2.ExecutionPlan, node: int) -> tuple[tuple[int, float], ...]:
-    """Bounded edges out of a node, as the fraction of the iteration that they hold."""
-    workflow, stages = model.workflow, set(model.workflow.nodes[node].stages)
+    """Bounded edges out of a node, through passive stages too, as the fraction of the iteration that they hold."""
+    workflow, capacity = model.workflow, {(e.producer, e.consumer): e.capacity for e in plan.edges}
     room = []
-    for edge in plan.edges:
-        if edge.capacity and edge.producer in stages:
-            for other, target in enumerate(workflow.nodes):
-                if edge.consumer in target.stages and other != node:
-                    room.append((other, edge.capacity / workflow.volumes[edge.consumer]))
+    for edge in workflow.edges:
+        if edge.producer == node:
+            chain = [None, *edge.via, edge.stage]
+            last = chain[-2]
+            sources = [last] if last else list(workflow.nodes[node].stages)
+            held = max((capacity.get((s, edge.stage), 0) for s in sources), default=0)
+            if held:
+                room.append((edge.consumer, held / workflow.volumes[edge.stage]))
     return tuple(room)
 
 

@@ -1,0 +1,144 @@
+"""Speed of the planner: CPU milliseconds of the search by devices, of 12 stages, of a simulation, of the import.
+
+    python libs/sched/bench/bench_sched.py [--json FILE]
+
+CPU seconds (time.process_time), the least of several runs: a busy machine does not count.
+"""
+
+import argparse
+import json
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from m2flow.proto.flow.v1 import flow_pb2
+from m2flow.proto.sched.v1 import sched_pb2
+from m2flow.sched import plan, simulate
+from m2flow.sched._build import build
+from m2flow.sched.planning import searched
+
+COMMAND = "python libs/sched/bench/bench_sched.py"
+PAPER_S = {8: 7e-4, 1024: 5.98}  # arXiv 2509.15965: three nodes, on 8 and on 1,024 GPUs
+TARGETS_MS = {8: 5, 64: 10, 256: 25, 1024: 50, 16384: 1000}
+QUANTUM = {8: 1, 16384: 16}
+
+
+def workload(stages: list[str], edges: list[tuple[int, int]], devices: int, quantum: int, items: int = 512
+             ) -> sched_pb2.PlanRequest:  # fmt: skip
+    """Stages that start up, divide and do not divide a little differently each; memory for two of them on a device.
+
+    A quarter of a stage's time on all devices does not divide: in turns it is paid once a stage, in a pipeline once.
+    """
+    graph = flow_pb2.WorkflowGraph(name="bench", source_items=items)
+    profile = sched_pb2.Profile(transfer_latency_s=0.01)
+    for i, name in enumerate(stages):
+        graph.stages.add(name=name, kind=flow_pb2.STAGE_KIND_WORK, group=f"g{i}", expansion=1)
+        graph.groups.add(name=f"g{i}", device_kind="cuda", can_offload=True)
+        fixed, work = 0.002 + 0.001 * (i % 3), (1 + (7 * i) % 5) / 8 * devices
+        for count in (devices // 8, devices // 2, devices):
+            for part in (1, 8, 64, items):
+                seconds = fixed + work * part / count + 0.25 * work * part / devices
+                profile.samples.add(stage=name, devices=count, items=part, seconds=seconds)
+        profile.switches.add(group=f"g{i}", onload_s=1.0, offload_s=0.5, resident_bytes=30e9, offloaded_bytes=1e9)
+    for a, b in edges:
+        graph.streams.add(producer=stages[a], consumer=stages[b])
+    cluster = sched_pb2.ClusterSpec()
+    cluster.nodes.add(name="n", count=devices // 8).devices.add(kind="cuda", count=8, memory_bytes=80e9)
+    return sched_pb2.PlanRequest(
+        workflow=graph, profile=profile, cluster=cluster, device_quantum=quantum, max_chunks=items // 4
+    )
+
+
+def three(devices: int) -> sched_pb2.PlanRequest:
+    names = ["rollout", "inference", "actor"]
+    request = workload(names, [(0, 1), (1, 2)], devices, QUANTUM.get(devices, 8))
+    request.max_chunks = 0
+    return request
+
+
+def twelve() -> sched_pb2.PlanRequest:
+    """Four sections: one stage that forks into three, or two, and joins."""
+    edges = [(0, 1), (0, 2), (0, 3), (1, 4), (2, 4), (3, 4), (4, 5), (4, 6), (5, 7), (6, 7), (7, 8), (7, 9), (7, 10)]
+    edges += [(8, 11), (9, 11), (10, 11)]
+    return workload([f"s{i}" for i in range(12)], edges, 1024, 8, items=2048)
+
+
+def least(function: Callable[[], object], runs: int) -> float:
+    """The least CPU seconds of several runs."""
+    found = []
+    for _ in range(runs):
+        start = time.process_time()
+        function()
+        found.append(time.process_time() - start)
+    return min(found)
+
+
+def row(name: str, value: float, unit: str, target: float, peer: float | None = None) -> dict[str, object]:
+    return {
+        "name": name,
+        "value": round(value, 4),
+        "unit": unit,
+        "peer": "the paper" if peer else "",
+        "ratio": round(peer / value, 2) if peer else None,
+        "target": target,
+        "holds": value <= target,
+        "command": COMMAND,
+        "machine": f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}",
+    }
+
+
+def rows() -> list[dict[str, object]]:
+    found = []
+    for devices, target in TARGETS_MS.items():
+        request = three(devices)
+        runs = 3 if devices > 2000 else 15
+        models = iter([build(request) for _ in range(runs)])
+        milliseconds = 1e3 * least(lambda m=models: searched(next(m)), runs)  # type: ignore[misc]
+        peer = PAPER_S[devices] * 1e3 if devices in PAPER_S else None
+        found.append(row(f"search, 3 stages, {devices} devices", milliseconds, "ms CPU", target, peer))
+    request = twelve()
+    answer = plan(request)
+    models = iter([build(request) for _ in range(3)])
+    found.append(row("search, 12 stages, 1024 devices", least(lambda: searched(next(models)), 3), "s CPU", 2))
+    best = min(p.searched_s for p in answer.plans)
+    found.append(row("12 stages: over the lower bound", 100 * (best / answer.lower_bound_s - 1), "%", 5))
+    chosen = simulated_plan()
+    request = three(1024)
+    request.workflow.source_items = 25_000
+    seconds = least(lambda: simulate(sched_pb2.SimulateRequest(request=request, plan=chosen)), 2)
+    found.append(row("simulate 1024 devices, 25,000 samples one by one", seconds, "s CPU", 5))
+    code = "import time; t = time.process_time(); import m2flow.sched; print(time.process_time() - t)"
+    spent = [float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+             for _ in range(5)]  # fmt: skip
+    found.append(row("import m2flow.sched", 1e3 * min(spent), "ms CPU", 300))
+    return found
+
+
+def simulated_plan() -> flow_pb2.ExecutionPlan:
+    """Three groups on disjoint devices, every sample a chunk of its own."""
+    chosen = flow_pb2.ExecutionPlan(mode="spatial")
+    bounds = (0, 512, 640, 1024)
+    for i, stage in enumerate(("rollout", "inference", "actor")):
+        chosen.groups.add(group=f"g{i}", device_ids=range(bounds[i], bounds[i + 1]))
+        chosen.stages.add(stage=stage, granularity=1, position=i)
+    return chosen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", metavar="FILE")
+    file = parser.parse_args().json
+    found = rows()
+    for r in found:
+        peer = f"   the paper / this: {r['ratio']}" if r["ratio"] else ""
+        held = "ok" if r["holds"] else "MISSED"
+        print(f"{r['name']:50} {r['value']:>10} {r['unit']:7} target {r['target']:>5} {held}{peer}")
+    if file:
+        pathlib.Path(file).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

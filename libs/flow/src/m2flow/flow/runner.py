@@ -41,11 +41,18 @@ class RankRunner:
         self._lanes: dict[str, _Lane] = {}
         self._visit = ExitStack()
         self._begun: dict[int, list[Future[Counter[str]]]] = {}
+        self._fresh = True
 
     def begin(self, iteration: int, flow: MicroFlow) -> None:
-        """Starts an iteration: each stage follows its own previous one. Does not block."""
+        """Starts an iteration: each stage follows its own previous one. Blocks only in a rank that was restarted.
+
+        Such a rank first catches up with where the one before it was, whichever call reaches it first.
+        """
         if iteration in self._begun:
             return
+        if self._fresh and self._unit.context.attempt:
+            self._catch_up(iteration, flow)
+        self._fresh = False
         self._begun[iteration] = [
             self._lanes.setdefault(name, _Lane(name)).submit(job) for name, job in self._jobs(iteration, flow)
         ]
@@ -53,10 +60,8 @@ class RankRunner:
     def finish(self, iteration: int, flow: MicroFlow) -> dict[str, Any]:
         """Waits for the end of an iteration here; returns its spans and what was lost. Raises what a stage raised.
 
-        A rank that was restarted has not begun the iteration: it does now.
+        A rank that was restarted may not have begun the iteration: it does now.
         """
-        if iteration not in self._begun:
-            self._catch_up(iteration, flow)
         self.begin(iteration, flow)
         futures = self._begun[iteration]
         wait(futures, return_when=FIRST_EXCEPTION)

@@ -95,12 +95,13 @@ def depth_first(problem: Problem) -> list[int]:
 def _balanced(problem: Problem, order: list[int], count: int) -> tuple[tuple[int, ...], ...]:
     """The order cut into `count` runs of about equal work; cycles and barriers stand alone."""
     work = {i: _least(problem, i) for i in order}
-    share, blocks, held = sum(work.values()) / count, [], 0.0
+    blocks: list[tuple[int, ...]] = []
+    share, held = sum(work.values()) / count, 0.0
     current: list[int] = []
     walled = {i for a, b in problem.barriers for i in problem.members(a | b)}
     for node in order:
         single = len(problem.groups[node]) > 1 or node in problem.tails or node in walled
-        if current and (single or held + work[node] / 2 > share):
+        if current and (single or (len(blocks) < count - 1 and held + work[node] / 2 > share)):
             blocks.append(tuple(current))
             current, held = [], 0.0
         current.append(node)

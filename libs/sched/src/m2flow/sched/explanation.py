@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched._build import Model, build
 from m2flow.sched._build import scaled as scaled_model
+from m2flow.sched._coarse import is_large
 from m2flow.sched._plans import best_plans
 from m2flow.sched._tree import shape
 from m2flow.sched._words import plan_in_words
@@ -13,6 +14,7 @@ from m2flow.sched.planning import respond, searched
 
 _MOST = 4.0  # a sensitivity is looked for between a quarter and four times the number
 _STEPS = 5
+_MOST_STAGES = 3
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def _reliefs(model: Model) -> Iterator[tuple[str, WhatIf | None]]:
 def _sensitivities(model: Model, base: WhatIf) -> list[sched_pb2.Sensitivity]:
     """The smallest change of each number, up and down, that makes another kind of plan the best."""
     found = []
-    for stage in (s for node in model.workflow.nodes for s in node.stages):
+    for stage in _weighty(model):
         for upward in (True, False):
             flip = _flip(model, base, upward, stage=stage)
             if flip is not None:
@@ -158,6 +160,15 @@ def _sensitivities(model: Model, base: WhatIf) -> list[sched_pb2.Sensitivity]:
             if flip is not None:
                 found.append(sched_pb2.Sensitivity(what=what, factor=flip[0], becomes=flip[1]))
     return sorted(found, key=lambda s: max(s.factor, 1 / s.factor))
+
+
+def _weighty(model: Model) -> list[str]:
+    """The stages; of a large graph the three with the most work, whose times matter most."""
+    stages = [s for node in model.workflow.nodes for s in node.stages]
+    if not is_large(model.problem):
+        return stages
+    volumes = model.workflow.volumes
+    return sorted(stages, key=lambda s: (-model.costs.estimate(s, volumes[s], 1).seconds, s))[:_MOST_STAGES]
 
 
 def _flip(model: Model, base: WhatIf, upward: bool, *, stage: str = "", what: str = "") -> tuple[float, str] | None:

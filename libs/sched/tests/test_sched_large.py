@@ -1,0 +1,80 @@
+"""Graphs that are too large for the exact search: the bound holds, and what is found is near it."""
+
+import random
+
+import pytest
+
+from m2flow.proto.flow.v1 import flow_pb2
+from m2flow.proto.sched.v1 import sched_pb2
+from m2flow.sched import explain, plan
+from m2flow.sched._bound import lower_bound
+from m2flow.sched._build import build
+from m2flow.sched._coarse import is_large
+from m2flow.sched._plans import best_plans
+
+
+def layered(seed: int, stages: int, devices: int, memory: float) -> sched_pb2.PlanRequest:
+    """Stages in a random graph up to three wide, costs drawn at random."""
+    rng = random.Random(seed)
+    graph = flow_pb2.WorkflowGraph(name="layered", source_items=64)
+    profile = sched_pb2.Profile()
+    for i in range(stages):
+        graph.stages.add(name=f"s{i}", kind=flow_pb2.STAGE_KIND_WORK, group=f"g{i}", expansion=1)
+        graph.groups.add(name=f"g{i}", device_kind="cuda", can_offload=True)
+        fixed, work = rng.uniform(0, 0.02), rng.uniform(0.5, 4)
+        for count in (1, 4, 16):
+            for items in (1, 8, 64):
+                seconds = fixed + work * items / count + 0.01 * items
+                profile.samples.add(stage=f"s{i}", devices=count, items=items, seconds=seconds)
+        if memory:
+            profile.switches.add(group=f"g{i}", onload_s=0.5, offload_s=0.5, resident_bytes=30, offloaded_bytes=1)
+        for earlier in range(max(0, i - 3), i):
+            if earlier == i - 1 or rng.random() < 0.3:
+                graph.streams.add(producer=f"s{earlier}", consumer=f"s{i}")
+    cluster = sched_pb2.ClusterSpec()
+    cluster.nodes.add(name="n").devices.add(kind="cuda", count=devices, memory_bytes=memory)
+    return sched_pb2.PlanRequest(workflow=graph, profile=profile, cluster=cluster)
+
+
+def branched(stages: int, devices: int, memory: float = 0) -> sched_pb2.PlanRequest:
+    """As `layered`, but each stage feeds the third after it: three branches side by side."""
+    request = layered(1, stages, devices, memory)
+    del request.workflow.streams[:]
+    for i in range(3, stages):
+        request.workflow.streams.add(producer=f"s{i - 3}", consumer=f"s{i}")
+    return request
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_exact_plan_is_under_the_bound(seed: int) -> None:
+    problem = build(layered(seed, 4, 8, 80 if seed % 2 else 0)).problem
+    best = best_plans(problem, "", 1)[0].seconds
+    assert 0.4 * best < lower_bound(problem) <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("memory", [0, 80])
+def test_a_large_graph_is_planned_near_its_bound_and_says_so(memory: float) -> None:
+    request = branched(12, 64, memory)
+    assert is_large(build(request).problem)
+    answer = plan(request)
+    assert not answer.exact
+    best = answer.plans[0]
+    assert answer.lower_bound_s <= best.searched_s < 1.25 * answer.lower_bound_s
+    assert best.simulated_s == pytest.approx(best.searched_s, rel=0.05)
+    assert best.peak_bytes <= 80 or not memory
+    names = {s.stage for s in best.plan.stages}
+    assert names == {f"s{i}" for i in range(12)}
+
+
+@pytest.mark.parametrize("mode", ["temporal", "spatial", "hybrid"])
+def test_a_large_graph_keeps_to_its_mode(mode: str) -> None:
+    request = branched(9, 32)
+    request.mode = mode
+    answer = plan(request)
+    assert {p.plan.mode for p in answer.plans} == {mode}
+
+
+def test_the_certificate_is_in_the_explanation() -> None:
+    request = branched(6, 8)
+    request.max_chunks = 4
+    assert "% of the best for device counts" in explain(request).text

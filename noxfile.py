@@ -310,7 +310,7 @@ def proofs(session: nox.Session) -> None:
     for name in session.posargs or PACKAGES:
         package = PACKAGES[name]
         install(session, [package], *package.test_requires)
-        pytest(session, _folder(package, "tests"), "--timeout=3600", M2FLOW_PROOFS="1")
+        pytest(session, _folder(package, "tests"), "--timeout=3600", M2FLOW_PROOFS="1", M2FLOW_PROOF_CASES="10000")
 
 
 @nox.session(default=False)

@@ -36,7 +36,7 @@ class Scheduler(sched_pb2_grpc.SchedulerServiceServicer):
 def serve(address: str, *, num_threads: int = 2) -> tuple[grpc.Server, int]:
     """Starts a server at `address` ("127.0.0.1:0" takes a free port); returns it, running, and its port."""
     server = grpc.server(ThreadPoolExecutor(num_threads, thread_name_prefix="scheduler"))
-    sched_pb2_grpc.add_SchedulerServiceServicer_to_server(Scheduler(), server)  # type: ignore[no-untyped-call]
+    sched_pb2_grpc.add_SchedulerServiceServicer_to_server(Scheduler(), server)
     port = server.add_insecure_port(address)
     server.start()
     return server, port

@@ -238,7 +238,7 @@ def _floors(package: Package) -> set[str]:
 WITH_FLOORS = [name for name, package in PACKAGES.items() if _floors(package)]
 
 
-@nox.session
+@nox.session(default=False)
 @nox.parametrize("package", WITH_FLOORS, ids=WITH_FLOORS)
 @timed
 def minimums(session: nox.Session, package: str) -> None:

@@ -127,13 +127,13 @@ class Graph:
     def ancestors(self, stage: str) -> set[str]:
         """Every stage that must have run for this one to see its items; feedback and `after` included."""
         found: set[str] = set()
-        todo = [stage]
-        while todo:
-            name = todo.pop()
+        frontier = [stage]
+        while frontier:
+            name = frontier.pop()
             for before in [*(s.producer for s in self.inputs(name)), *self.stages[name].after]:
                 if before not in found:
                     found.add(before)
-                    todo.append(before)
+                    frontier.append(before)
         return found
 
     def glue_before(self, stage: str) -> tuple[pb.Stage, ...]:
@@ -164,12 +164,12 @@ class Graph:
 
     def _behind_glue(self, stage: str) -> set[str]:
         found: set[str] = set()
-        todo = [stream.producer for stream in self.inputs(stage)]
-        while todo:
-            name = todo.pop()
+        frontier = [stream.producer for stream in self.inputs(stage)]
+        while frontier:
+            name = frontier.pop()
             if name not in found:
                 found.add(name)
-                todo += [s.producer for s in self.inputs(name)] if self.stages[name].kind in GLUE else []
+                frontier += [s.producer for s in self.inputs(name)] if self.stages[name].kind in GLUE else []
         return found
 
     def _rows(self) -> list[Row]:

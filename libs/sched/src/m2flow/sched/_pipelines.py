@@ -54,8 +54,8 @@ def held_together(
             else both load at once.
     """
     if alone:
-        memory = np.broadcast_to(0.0, (len(a), left.base.shape[1]))
-        return np.broadcast_to(0.0, (len(a), 2)), memory, memory
+        memory = tables.blank(len(a), left.base.shape[1])
+        return tables.blank(len(a), 2), memory, memory
     first, second = left.pending[a], right.pending[b]
     pending = np.maximum(first, second)
     if chained:
@@ -117,10 +117,15 @@ class _Pipeline:
         else:
             layer = whole = self._layer(part)
             rows = np.arange(len(whole))
-            columns = layer.seconds, layer.seconds, np.broadcast_to(0.0, len(layer))
-        return replace(
-            layer,
-            block=np.zeros(len(layer), dtype=np.int64),
+            columns = layer.seconds, layer.seconds, tables.blank(len(layer))
+        return Table(
+            n=layer.n,
+            seconds=layer.seconds,
+            pending=layer.pending,
+            base=layer.base,
+            peak=layer.peak,
+            shares=layer.shares,
+            block=tables.same(len(layer), 0),
             left=rows,
             right=rows,
             blocks=(Block("head" if self._head >= 0 else "start", (whole,)),),
@@ -145,13 +150,13 @@ class _Pipeline:
             base=base,
             peak=peak,
             shares=_shares(prefix.shares, a, layer.shares, b, self._search.apart(earlier, nodes)),
-            block=np.broadcast_to(np.int64(0), len(a)),
+            block=tables.same(len(a), 0),
             left=a,
             right=b,
             blocks=(Block("prefix", (prefix, layer)),),
             total=prefix.total[a] + seconds,
             slowest=np.maximum(prefix.slowest[a], seconds),
-            head=prefix.head[a] if self._head >= 0 else np.broadcast_to(0.0, len(a)),
+            head=prefix.head[a] if self._head >= 0 else tables.blank(len(a)),
         )
 
     def _shorten(self, found: list[Table], last: bool) -> list[Table]:
@@ -167,17 +172,20 @@ class _Pipeline:
         assert prefix.slowest is not None
         assert prefix.head is not None
         size, counts = self._search.grid.size, np.array(self._search.problem.chunk_counts)
-        level = prefix.n // size if len(self._levels) > 1 else np.broadcast_to(np.int64(self._levels[0]), len(prefix))
+        level = prefix.n // size if len(self._levels) > 1 else tables.same(len(prefix), self._levels[0])
         chunks = counts[level] if len(self._levels) > 1 else counts[self._levels[0]]
         if self._head < 0:
             seconds = prefix.total + (chunks - 1) * prefix.slowest
         else:
             seconds = prefix.total + self._released(prefix.head, prefix.slowest, level)
-        return replace(
-            prefix,
+        return Table(
             n=prefix.n - level * size,
             seconds=seconds,
-            block=np.broadcast_to(np.int64(0), len(prefix)),
+            pending=prefix.pending,
+            base=prefix.base,
+            peak=prefix.peak,
+            shares=prefix.shares,
+            block=tables.same(len(prefix), 0),
             left=np.arange(len(prefix)),
             right=level,
             blocks=(Block("layers", (prefix,)),),
@@ -198,5 +206,5 @@ class _Pipeline:
 def _shares(left: Ints, a: Ints, right: Ints, b: Ints, apart: int) -> Ints:
     """What two layers share, and that they run side by side; without a gather where all rows are alike."""
     if len(left) and len(right) and left.strides[0] == 0 and (right == right[0]).all():
-        return np.broadcast_to(left[0] | right[0] | apart, len(a))
+        return tables.same(len(a), int(left[0] | right[0] | apart))
     return left[a] | right[b] | apart

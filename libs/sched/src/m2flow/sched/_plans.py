@@ -14,6 +14,7 @@ from m2flow.sched._stretched import Stretched
 from m2flow.sched._table import Floats, Table
 from m2flow.sched._tree import Reader, Tree, Turns, shape, walk
 
+_MANY = 100_000  # of a larger table only the best row is ranked
 _ROWS_A_CUT = 2  # of each first cut the best rows that are ranked
 
 
@@ -99,12 +100,8 @@ def _best_rows(table: Table, seconds: Floats) -> list[int]:
     else:
         if not len(seconds):
             return []
-        levels = range(int(table.right.min()), int(table.right.max()) + 1)
-        if len(levels) == 1:
-            chosen = [int(np.argmin(seconds))]
-        else:
-            chosen = [int(np.argmin(np.where(table.right == level, seconds, np.inf))) for level in levels]
-        rows = np.array(chosen, dtype=np.int64)
+        order = np.lexsort((seconds, table.right)) if len(seconds) < _MANY else [np.argmin(seconds)]
+        rows = np.array(order)[np.flatnonzero(np.diff(table.right[order], prepend=-1))]
     return [int(r) for r in rows if np.isfinite(seconds[r])]
 
 

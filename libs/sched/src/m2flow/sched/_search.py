@@ -7,7 +7,7 @@ collapsed into one number. Everything is memoised, and vectorised over device co
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,7 +154,7 @@ class Search:
             leaf.pending[:] = rows.switch_s
         allowed = np.isfinite(leaf.seconds)
         if not self.problem.unlimited:
-            allowed &= (leaf.peak <= _FITS).all(axis=1)
+            allowed &= _fits(leaf.peak)
         if several and not self._turns:
             allowed &= leaf.shares & 1 == 0
         if several and not self._splits:
@@ -205,7 +205,7 @@ class Search:
         )
         if problem.unlimited and not self._pins.clusters:
             return joined
-        fits: NDArray[np.bool_] = np.asarray((peak <= _FITS).all(axis=1))
+        fits = _fits(peak)
         if self._pins.clusters:
             fits &= self.grid.vectors[joined.n % self.grid.size].sum(axis=1) >= self._needed(nodes)
         return joined if bool(fits.all()) else joined.take(fits)
@@ -234,10 +234,15 @@ class Search:
         )
 
     def _reduce(self, found: list[Table], alone: bool) -> Table:
-        stripped = [t if t.total is None else replace(t, total=None, slowest=None, head=None, busy=None) for t in found]
-        joined = tables.concat(stripped, self.problem.kinds)
+        joined = tables.concat(found, self.problem.kinds)
         return tables.fastest(joined, self.by_shares) if alone else tables.pareto(joined, self.by_shares)
 
 
 def _once(table: Table) -> bool:
     return bool((np.diff(table.n) > 0).all())
+
+
+def _fits(held: tables.Floats) -> NDArray[np.bool_]:
+    """[R] whether no kind of device holds more than it has; a reduction only where there are several kinds."""
+    within = held <= _FITS
+    return np.asarray(within[:, 0] if held.shape[1] == 1 else within.all(axis=1))

@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+_MANY = 20_000  # from so many rows on a column of one value is a view of it
 _SHORT = 24  # up to so many rows of a key are compared each with each, all keys at once
 
 Floats = NDArray[np.float64]
@@ -130,6 +131,17 @@ def empty(kinds: int) -> Table:
     return Table(*columns, (), floats, floats, floats)
 
 
+def blank(count: int, width: int = 0) -> Floats:
+    """[count] or [count, width] zeros, not to be written to; where there are many they take no room."""
+    shape = (count, width) if width else count
+    return np.zeros(shape) if count < _MANY else np.broadcast_to(0.0, shape)
+
+
+def same(count: int, value: int) -> Ints:
+    """[count] times one whole number, not to be written to; where there are many they take no room."""
+    return np.full(count, value) if count < _MANY else np.broadcast_to(np.int64(value), count)
+
+
 def concat(tables: Sequence[Table], kinds: int) -> Table:
     """All rows of the tables, unsorted; `total`, `slowest`, `head` and `busy` are kept if every table has them."""
     tables = [t for t in tables if len(t)]
@@ -169,9 +181,9 @@ def pairs(left: Table, right: Table, grid: Grid, how: str, base: Ints | int | No
         found = np.flatnonzero((rows >= 0) & (rows < len(right)))
         return found, rows[found]
     if how == "any":
-        start = np.broadcast_to(np.searchsorted(right.n, base, side="left"), left.n.shape)
+        start = np.searchsorted(right.n, base, side="left") + np.zeros_like(left.n)
         stop = np.searchsorted(right.n, base + grid.full - (0 if several else left.n - base), side="right")
-        stop = np.broadcast_to(stop, left.n.shape)
+        stop = stop + np.zeros_like(left.n) if several else stop
     else:
         wanted = left.n if how == "same" else 2 * base + grid.full - left.n
         start = np.searchsorted(right.n, wanted, side="left")

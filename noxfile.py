@@ -226,7 +226,7 @@ def peers(session: nox.Session) -> None:
     """Agreement with public implementations of the same algorithms; verl without its dependencies."""
     algos = PACKAGES["algos"]
     install(session, [algos], *algos.test_requires, *_group("peers"))
-    session.install("-q", "--no-deps", "verl")
+    session.install("-q", "--no-deps", "verl==0.9.1")
     pytest(session, _folder(algos, "peers"), *session.posargs)
 
 

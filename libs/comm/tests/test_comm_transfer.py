@@ -206,7 +206,7 @@ def test_an_altered_slice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with Endpoint(tmp_path / "t", "t", token="t") as trainer, Endpoint(tmp_path / "r", "r", token="t") as rollout:
         rollout.add_address("t", trainer.listen("127.0.0.1:0"))
         trainer.stage_weights("policy", 1, {"x": np.arange(100)})
-        monkeypatch.setattr(transfer, "digest", lambda value: b"another")
+        monkeypatch.setattr(transfer, "digest", lambda value: -1)
         with pytest.raises(PayloadError, match="'x' was altered"):
             rollout.weight_receiver("policy", sources=["t"]).prepare(1, timeout_s=10)
 

@@ -111,6 +111,13 @@ def test_ranks_are_whole(make_request: Make) -> None:
         assert len(rollout.device_ids) == 4 * rollout.num_ranks
 
 
+def test_one_rank_takes_all_devices_where_no_number_is_given(make_request: Make) -> None:
+    request = make_request(12)
+    request.workflow.groups[0].devices_per_rank = 0
+    ranks = {ranked.plan.groups[0].num_ranks for ranked in plan(request).plans}
+    assert ranks == {1}
+
+
 def test_a_barrier_forbids_a_pipeline_across_it(make_request: Make) -> None:
     request = make_request(8, mode="spatial")
     request.workflow.stages[4].kind = flow_pb2.STAGE_KIND_BARRIER

@@ -22,7 +22,6 @@ from m2flow.apps.planning import (
     cluster_spec,
     fixed_plan,
     plan_json,
-    with_whole_ranks,
 )
 from m2flow.apps.progress import Progress
 from m2flow.apps.report import write_report
@@ -96,7 +95,7 @@ def plan(app: App[C], arguments: argparse.Namespace) -> int:
     if answer.response.infeasible:
         return 1
     if arguments.output:
-        replace_file(arguments.output, plan_json(with_whole_ranks(graph, answer.response.plans[0].plan)))
+        replace_file(arguments.output, plan_json(answer.response.plans[0].plan))
     return 0
 
 

@@ -24,7 +24,6 @@ __all__ = [
     "fixed_plan",
     "plan_json",
     "probes",
-    "with_whole_ranks",
     "write_plan",
 ]
 
@@ -162,16 +161,6 @@ def write_plan(run: RunDirectory, plan: flow_pb2.ExecutionPlan) -> None:
     replace_file(run.plan, plan_json(plan))
 
 
-def with_whole_ranks(graph: Graph, plan: flow_pb2.ExecutionPlan) -> flow_pb2.ExecutionPlan:
-    """Returns the plan with one rank in each group whose ranks take all the devices they are given."""
-    whole = flow_pb2.ExecutionPlan()
-    whole.CopyFrom(plan)
-    for own in whole.groups:
-        if not graph.groups[own.group].devices_per_rank:
-            own.num_ranks = 1
-    return whole
-
-
 def plan_json(message: Message) -> str:
     """Returns a plan or a profile as the JSON that the command line takes back."""
     return json_format.MessageToJson(message, preserving_proto_field_name=True) + "\n"
@@ -180,10 +169,9 @@ def plan_json(message: Message) -> str:
 def _first_that_runs(graph: Graph, cluster: Cluster, response: sched_pb2.PlanResponse) -> flow_pb2.ExecutionPlan | None:
     ranked: Sequence[sched_pb2.RankedPlan] = response.plans
     for candidate in ranked:
-        plan = with_whole_ranks(graph, candidate.plan)
         try:
-            check_plan(graph, plan, cluster)
+            check_plan(graph, candidate.plan, cluster)
         except PlanError:
             continue
-        return plan
+        return candidate.plan
     return None

@@ -25,7 +25,7 @@ def execution_plan(model: Model, candidate: Candidate) -> flow_pb2.ExecutionPlan
         plan.groups.add(
             group=group.name,
             device_ids=devices[group.name],
-            num_ranks=len(devices[group.name]) // max(group.devices_per_rank, 1),
+            num_ranks=len(devices[group.name]) // (group.devices_per_rank or len(devices[group.name])),
             residency=flow_pb2.RESIDENCY_OFFLOADED if group.name in offloaded else flow_pb2.RESIDENCY_RESIDENT,
         )
     _add_stages(model, candidate, plan)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TRAIN = [sys.executable, "-m", "m2flow.reasoning", "train", "one_digit"]
+TRAIN = [sys.executable, "-m", "m2flow.reasoning", "train", "one_digit", 'run.profiles=""']
 
 
 @dataclass(frozen=True)

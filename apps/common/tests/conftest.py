@@ -37,6 +37,8 @@ def toy(model: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
 
     def run(command: str, *words: str) -> Ended:
         named = [] if command == "report" or "--resume" in words else [f"model.source={model}"]
+        if named and not any(word.startswith("run.profiles=") for word in words):
+            named.append('run.profiles=""')
         code = run_command(TOY, [*command.split(), *words, *named])
         out, err = capfd.readouterr()
         return Ended(code, out, err)

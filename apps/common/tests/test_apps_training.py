@@ -114,7 +114,7 @@ def test_the_plan_is_written_before_the_first_step(toy: Toy, tmp_path: Path) -> 
 
 
 def test_auto_measures_then_explains_and_goes_on_with_its_choice(toy: Toy, tmp_path: Path) -> None:
-    run, ended = _train(toy, tmp_path / "run", "plan=auto", "num_steps=6", "generate_s=0.05", "train_s=0.02")
+    run, ended = _train(toy, tmp_path / "run", "plan=auto", "num_steps=8", "generate_s=0.05", "train_s=0.02")
     assert ended.code == 0, ended.err
     profile = json.loads(run.profile.read_text())
     stages = {sample["stage"] for sample in profile["samples"]}
@@ -123,10 +123,30 @@ def test_auto_measures_then_explains_and_goes_on_with_its_choice(toy: Toy, tmp_p
     assert profile["hardware"]
     assert run.explanation.read_text().strip() in ended.out
     predicted = [row["step"] for row in run.read_metrics() if "plan/predicted_s" in row]
-    assert predicted == [5, 6]
+    assert predicted == [3, 4, 5, 6, 7, 8]
     assert load_plan(run.plan).HasField("prediction")
-    fixed, _ = _train(toy, tmp_path / "fixed", "num_steps=6", f"plan={run.plan}")
+    fixed, _ = _train(toy, tmp_path / "fixed", "num_steps=8", f"plan={run.plan}")
     assert fixed.read_samples() == run.read_samples()
+
+
+def test_a_second_run_plans_from_what_the_first_measured(toy: Toy, tmp_path: Path) -> None:
+    words = ("plan=auto", "generate_s=0.05", "train_s=0.02", f"run.profiles={tmp_path / 'profiles'}")
+    first, _ = _train(toy, tmp_path / "first", *words, "num_steps=7")
+    second, ended = _train(toy, tmp_path / "second", *words, "num_steps=3", "seed=1")
+    assert ended.code == 0, ended.err
+    assert load_plan(first.plan).HasField("prediction")
+    assert [row["step"] for row in second.read_metrics() if "plan/predicted_s" in row] == [1, 2, 3]
+    assert ended.out.index("s an iteration") < ended.out.index("step 1/3")
+    assert str(tmp_path / "profiles") in toy("plan", *words).out
+    other, _ = _train(toy, tmp_path / "other", *words, "num_steps=1", "train_s=0.03")
+    assert not [row for row in other.read_metrics() if "plan/predicted_s" in row]
+
+
+def test_a_fixed_plan_is_predicted_from_its_own_iterations(toy: Toy, tmp_path: Path) -> None:
+    run, _ = _train(toy, tmp_path / "run", "num_steps=4", "generate_s=0.05", "train_s=0.02")
+    rows = {row["step"]: row for row in run.read_metrics() if "plan/predicted_s" in row}
+    assert sorted(rows) == [3, 4]
+    assert rows[4]["plan/predicted_s"] == pytest.approx(4 * 0.05 / 2 + 4 * 0.02, rel=0.5)
 
 
 def test_several_epochs_take_several_optimiser_steps(toy: Toy, tmp_path: Path) -> None:

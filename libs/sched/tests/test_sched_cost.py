@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
-from m2flow.sched import InputError
+from m2flow.sched import InputError, plan
 from m2flow.sched.cost import assumed_stage, fit_corun, fit_stage, slowdown
 from m2flow.sched.memory import active_parameters, fit_memory, footprint, num_parameters
 from m2flow.sched.roofline import hardware_scale, named_device, roofline
@@ -174,3 +175,24 @@ def test_a_stage_that_nothing_is_known_of_says_so() -> None:
     estimate = assumed_stage(0.001).estimate(100, 2)
     assert (estimate.origin, estimate.seconds) == ("assumed", pytest.approx(0.05))
     assert estimate.relative_error >= 9
+
+
+def test_a_time_beside_others_bounds_the_time_alone() -> None:
+    """Training does not divide over devices: known alone on two, beside the rollout on one, and no slower there."""
+    workflow = flow_pb2.WorkflowGraph(name="g", source_items=16)
+    workflow.stages.add(name="prompts", kind=flow_pb2.STAGE_KIND_SOURCE, expansion=1)
+    workflow.stages.add(name="actor.train", kind=flow_pb2.STAGE_KIND_WORK, group="actor", method="train", expansion=1)
+    workflow.streams.add(producer="prompts", consumer="actor.train")
+    workflow.groups.add(name="actor", device_kind="cpu", devices_per_rank=1, min_devices=1)
+    profile = sched_pb2.Profile(
+        samples=[
+            sched_pb2.Sample(stage="actor.train", devices=2, items=16, seconds=4),
+            sched_pb2.Sample(stage="actor.train", devices=1, items=4, seconds=1, beside=["rollout.generate"]),
+        ]
+    )
+    cluster = sched_pb2.ClusterSpec(nodes=[sched_pb2.NodeSpec(name="n", count=1, cores=1)])
+    request = sched_pb2.PlanRequest(workflow=workflow, profile=profile, cluster=cluster)
+    assert plan(request).plans[0].simulated_s == pytest.approx(4.0, rel=0.01)
+    profile.samples[1].seconds = 3  # slower than half of what two devices do: that is the neighbour's doing
+    request.profile.CopyFrom(profile)
+    assert plan(request).plans[0].simulated_s == pytest.approx(8.0, rel=0.01)

@@ -14,7 +14,7 @@ from m2flow.apps.batch import derived_numbers
 from m2flow.apps.check import collect, memory_problems, model_problems, run_problems, space_problems
 from m2flow.apps.config import TrainingConfig
 from m2flow.apps.errors import CheckFailed
-from m2flow.apps.identity import hardware, package_version
+from m2flow.apps.forecast import Forecast, ProfileStore, new_profile
 from m2flow.apps.planning import (
     AutoPlanning,
     FixedPlanning,
@@ -86,12 +86,15 @@ def plan(app: App[C], arguments: argparse.Namespace) -> int:
     cluster = cluster_spec(local_cluster(config))
     if arguments.cluster:
         cluster = read_message(arguments.cluster, sched_pb2.ClusterSpec())
-    profile = read_message(arguments.profile or app.default_profile, sched_pb2.Profile())
+    stored = ProfileStore(config.run.profiles).path(_empty_profile(app, config))
+    measured = stored if stored is not None and stored.is_file() else app.default_profile
+    profile = read_message(arguments.profile or measured, sched_pb2.Profile())
     request = sched_pb2.PlanRequest(workflow=graph.to_proto(), profile=profile, cluster=cluster)
     if config.plan != "auto":
         request.mode = config.plan
     answer = sched.explain(request)
     print(answer.text)
+    print(f"Profile: {arguments.profile or measured}")
     if answer.response.infeasible:
         return 1
     if arguments.output:
@@ -133,8 +136,11 @@ def _drive(app: App[C], config: C, run: RunDirectory, *, weights: Path, resume: 
         for name, value in _numbers(config).items():
             progress.say(f"  {name:<26}{value}")
         graph, cluster = traced(job, config, name=app.name), local_cluster(config)
-        planning = _planning(config, graph, cluster, run, progress, resuming=resume is not None)
+        store = ProfileStore(config.run.profiles)
+        forecast = Forecast(graph, cluster_spec(cluster), store.find(_empty_profile(app, config)))
+        planning = _planning(config, graph, cluster, forecast, run, progress, resuming=resume is not None)
         Driver(job, config, run, graph, cluster, planning, progress, first_step).train()
+        store.keep(forecast.profile)
         progress.say(_closing_words(run))
 
 
@@ -164,15 +170,26 @@ def _refuse(problems: Sequence[str]) -> None:
 
 
 def _planning(
-    config: TrainingConfig, graph: Graph, cluster: Cluster, run: RunDirectory, progress: Progress, *, resuming: bool
+    config: TrainingConfig,
+    graph: Graph,
+    cluster: Cluster,
+    forecast: Forecast,
+    run: RunDirectory,
+    progress: Progress,
+    *,
+    resuming: bool,
 ) -> Planning:
     if config.plan != "auto":
-        return FixedPlanning(fixed_plan(config.plan, graph, cluster))
+        return FixedPlanning(fixed_plan(config.plan, graph, cluster), forecast)
     if resuming and run.profile.exists():  # the run has chosen already
-        return FixedPlanning(fixed_plan(str(run.plan), graph, cluster))
+        return FixedPlanning(fixed_plan(str(run.plan), graph, cluster), forecast)
     iterations = config.profile_iterations
-    profile = sched_pb2.Profile(model=config.model.source, hardware=hardware(), version=package_version())
-    return AutoPlanning(graph, cluster, profile, run, profile_iterations=iterations, say=progress.say)
+    return AutoPlanning(graph, cluster, forecast, run, profile_iterations=iterations, say=progress.say)
+
+
+def _empty_profile(app: App[C], config: C) -> sched_pb2.Profile:
+    """The profile of this workload before anything is measured; the model's place on disk is no part of it."""
+    return new_profile(app.name, app.build(config, Path(config.model.source), None).groups)
 
 
 def _numbers(config: TrainingConfig) -> dict[str, int]:

@@ -68,6 +68,7 @@ class RunConfig:
     root: str = setting("runs", "directory under which a run directory is made, named by app and time")
     dir: str = setting("", "the run directory itself; empty: a new one under run.root")
     samples: int = setting(16, "rollouts written per step", low=0)
+    profiles: str = setting("~/.cache/m2flow/profiles", "what runs measured, for later ones; empty: not kept, not used")
     timeline_iterations: int = setting(50, "newest iterations that the timeline keeps", low=1)
 
 
@@ -83,7 +84,7 @@ class TrainingConfig:
     num_epochs: int = setting(1, "passes over one iteration's samples", low=1)
     microbatch_tokens: int = setting(4096, "padded tokens per forward and backward on one rank: memory only", low=1)
     plan: str = setting("auto", "auto, temporal, spatial, or a plan file (json or yaml)")
-    profile_iterations: int = setting(2, "plan=auto: iterations per profiled plan; the first of each is warm-up", low=2)
+    profile_iterations: int = setting(1, "plan=auto: iterations measured under each probed plan, warm-up apart", low=1)
     cpu_slots: int | Literal["all"] = setting("all", "cores to use, one device each", low=1)
     launcher: Literal["process", "inproc"] = setting("process", "inproc runs the workers as threads, for a debugger")
     model: ModelConfig = ModelConfig()

@@ -1,15 +1,15 @@
 """Which plan a run has: a mode, a file, or the one that the scheduler finds from what the first iterations measured."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
-from m2flow import sched
 from m2flow.apps.atomic import replace_file
 from m2flow.apps.errors import CheckFailed
+from m2flow.apps.forecast import Forecast
 from m2flow.apps.run_directory import RunDirectory
 from m2flow.flow import Graph, PlanError, check_plan, load_plan, spatial_plan, temporal_plan
 from m2flow.proto.flow.v1 import flow_pb2
@@ -35,84 +35,119 @@ _NUM_CHUNKS = 4
 
 
 class Planning(Protocol):
-    """Where the driver gets its plan from, before the first iteration and between iterations."""
+    """Where the driver gets its plan from, before the first iteration and between iterations.
+
+    `switch_s` are the seconds that the last change of plans took: the driver says so.
+    """
 
     plan: flow_pb2.ExecutionPlan
+    switch_s: float
 
-    def observe(self, timeline: flow_pb2.Timeline) -> bool:
+    @property
+    def predicted_s(self) -> float | None:
+        """The seconds that the next iteration will take; None while a stage has not been measured."""
+        ...
+
+    def observe(self, timeline: flow_pb2.Timeline, *, remaining_iterations: int) -> bool:
         """Takes in one iteration under `plan`; returns whether `plan` is another one now."""
         ...
 
 
 class FixedPlanning:
-    """One plan for the whole run."""
+    """One plan for the whole run. Its iterations are measured, so that the next one's seconds can be predicted."""
 
-    def __init__(self, plan: flow_pb2.ExecutionPlan) -> None:
+    switch_s = 0.0
+
+    def __init__(self, plan: flow_pb2.ExecutionPlan, forecast: Forecast) -> None:
         self.plan = plan
+        self._forecast = forecast
+        self._warm = False
 
-    def observe(self, timeline: flow_pb2.Timeline) -> bool:
-        """Returns False: nothing that is measured changes the plan."""
+    @property
+    def predicted_s(self) -> float | None:
+        """What earlier iterations, and earlier runs, say of the next one."""
+        return self._forecast.seconds(self.plan)
+
+    def observe(self, timeline: flow_pb2.Timeline, *, remaining_iterations: int) -> bool:
+        """Returns False: nothing that is measured changes the plan. The first iteration is a warm-up."""
+        if self._warm:
+            self._forecast.learn(timeline, self.plan)
+        self._warm = True
         return False
 
 
 class AutoPlanning:
-    """Runs some iterations under each of some plans, then asks the scheduler for the best and stays with it.
+    """Runs some iterations under each of some plans, asks the scheduler for the best, and goes on with it.
 
-    These iterations are training steps like any other: every synchronous plan computes the same. The first iteration
-    under a plan is its warm-up and is not counted. The profile and the explanation are kept in the run directory.
-    What is measured is folded into `profile`, which names model, hardware and version.
+    These iterations are training steps like any other: every synchronous plan computes the same. Where a plan moves
+    groups to other devices, its first iteration is a warm-up and is not counted. Where the forecast has a complete
+    profile from earlier runs, the best plan is asked for at once. From then on every iteration is folded into the
+    profile, and the plan changes again when a better one's gain pays for the change. Profile and explanation are kept
+    in the run directory.
     """
 
     def __init__(
         self,
         graph: Graph,
         cluster: Cluster,
-        profile: sched_pb2.Profile,
+        forecast: Forecast,
         run: RunDirectory,
         *,
         profile_iterations: int,
         say: Say,
     ) -> None:
         self._graph, self._cluster, self._run = graph, cluster, run
-        self._iterations, self._say = profile_iterations, say
+        self._forecast, self._iterations, self._say = forecast, profile_iterations, say
         self._probes = probes(graph, cluster)
-        self._seen = 0
-        self._profile = profile
-        self._settled = False
-        self.plan = self._probes[0]
+        self._settled, self._warming, self._measured = False, True, 0
+        self.plan = self._probes.pop(0)
+        self.switch_s = 0.0
+        if forecast.complete:
+            self._probes.clear()
+            self._settle()
 
-    def observe(self, timeline: flow_pb2.Timeline) -> bool:
+    @property
+    def predicted_s(self) -> float | None:
+        """What earlier iterations, and earlier runs, say of the next one."""
+        return self._forecast.seconds(self.plan)
+
+    def observe(self, timeline: flow_pb2.Timeline, *, remaining_iterations: int) -> bool:
         """Takes in one iteration; True when the next one is under another plan."""
+        if self._warming:
+            self._warming = False
+            return False
+        self._forecast.learn(timeline, self.plan)
+        self._measured += 1
+        if self._measured < self._iterations:
+            return False
         if self._settled:
-            return False
-        probe, iteration = divmod(self._seen, self._iterations)
-        self._seen += 1
-        if iteration > 0:
-            self._profile = sched.fold_spans(self._profile, timeline, self._graph.to_proto(), self.plan)
-        if iteration + 1 < self._iterations:
-            return False
-        if probe + 1 < len(self._probes):
-            self.plan = self._probes[probe + 1]
-            return True
-        return self._settle()
+            return self._reconsider(remaining_iterations)
+        return self._take(self._probes.pop(0)) if self._probes else self._settle()
+
+    def _take(self, plan: flow_pb2.ExecutionPlan) -> bool:
+        self._warming = _devices(self.plan) != _devices(plan)
+        self.plan, self._measured = plan, 0
+        return True
 
     def _settle(self) -> bool:
-        self._settled = True
-        request = sched_pb2.PlanRequest(
-            workflow=self._graph.to_proto(), profile=self._profile, cluster=cluster_spec(self._cluster)
-        )
-        answer = sched.explain(request)
-        replace_file(self._run.profile, plan_json(self._profile))
+        answer = self._forecast.explained()
+        replace_file(self._run.profile, plan_json(self._forecast.profile))
         replace_file(self._run.explanation, answer.text + "\n")
         self._say(answer.text)
         chosen = _first_that_runs(self._graph, self._cluster, answer.response)
+        self._settled = True
         if chosen is None:
             reason = answer.response.infeasible or "none of its plans can run here"
             self._say(f"plan=auto: no plan was found ({reason}): going on with {self.plan.mode}")
             return False
-        changed = chosen != self.plan
-        self.plan = chosen
-        return changed
+        return self._take(chosen) if chosen != self.plan else False
+
+    def _reconsider(self, remaining_iterations: int) -> bool:
+        found = self._forecast.replan(self.plan, remaining_iterations=remaining_iterations, switch_s=self.switch_s)
+        if found.plan is None or not _runs(self._graph, self._cluster, found.plan):
+            return False
+        self._say(f"plan=auto: {found.reason}")
+        return self._take(found.plan)
 
 
 def fixed_plan(plan: str, graph: Graph, cluster: Cluster) -> flow_pb2.ExecutionPlan:
@@ -131,11 +166,27 @@ def fixed_plan(plan: str, graph: Graph, cluster: Cluster) -> flow_pb2.ExecutionP
 
 
 def probes(graph: Graph, cluster: Cluster) -> list[flow_pb2.ExecutionPlan]:
-    """Returns the plans that are worth measuring: all in turns on all devices, then side by side where that can be."""
-    plans = [temporal_plan(graph, cluster)]
+    """Returns the plans that are worth measuring: in turns on all devices, and side by side where that can be.
+
+    Each is measured at two granularities, since what a call costs before its first item decides how fine to go.
+    """
+    turns = temporal_plan(graph, cluster)
+    plans = [turns, _in_chunks(graph, turns, _NUM_CHUNKS)]
     if len(cluster.devices) > 1:
-        plans.append(_side_by_side(graph, cluster))
+        plans += [_side_by_side(graph, cluster), spatial_plan(graph, cluster, num_chunks=_NUM_CHUNKS // 2)]
     return plans
+
+
+def _in_chunks(graph: Graph, plan: flow_pb2.ExecutionPlan, num_chunks: int) -> flow_pb2.ExecutionPlan:
+    """The plan with its stages' items moving in chunks; devices and turns stay."""
+    finer = flow_pb2.ExecutionPlan()
+    finer.CopyFrom(plan)
+    ranks = {own.group: own.num_ranks for own in plan.groups}
+    for own in finer.stages:
+        stage = graph.stages[own.stage]
+        if stage.kind == flow_pb2.STAGE_KIND_WORK:
+            own.granularity = max(ranks[stage.group], -(-own.granularity // num_chunks))
+    return finer
 
 
 def _side_by_side(graph: Graph, cluster: Cluster) -> flow_pb2.ExecutionPlan:
@@ -167,11 +218,16 @@ def plan_json(message: Message) -> str:
 
 
 def _first_that_runs(graph: Graph, cluster: Cluster, response: sched_pb2.PlanResponse) -> flow_pb2.ExecutionPlan | None:
-    ranked: Sequence[sched_pb2.RankedPlan] = response.plans
-    for candidate in ranked:
-        try:
-            check_plan(graph, candidate.plan, cluster)
-        except PlanError:
-            continue
-        return candidate.plan
-    return None
+    return next((ranked.plan for ranked in response.plans if _runs(graph, cluster, ranked.plan)), None)
+
+
+def _devices(plan: flow_pb2.ExecutionPlan) -> dict[str, list[int]]:
+    return {group.group: list(group.device_ids) for group in plan.groups}
+
+
+def _runs(graph: Graph, cluster: Cluster, plan: flow_pb2.ExecutionPlan) -> bool:
+    try:
+        check_plan(graph, plan, cluster)
+    except PlanError:
+        return False
+    return True

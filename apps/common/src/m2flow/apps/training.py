@@ -85,16 +85,20 @@ class Driver:
 
     def _step(self, runtime: Runtime, step: int) -> None:
         self.progress.doing(f"plan {self.planning.plan.mode}")
+        predicted_s = self.planning.predicted_s
         result = runtime.run(step, self.job.items(step))
         self._results.append(result)
-        self._record(step, self.job.measure(result.outputs), result)
-        if self.planning.observe(result.timeline):
+        self._record(step, self.job.measure(result.outputs), result, predicted_s)
+        remaining = self.config.num_steps - step
+        if self.planning.observe(result.timeline, remaining_iterations=remaining) and remaining:
             write_plan(self.run, self.planning.plan)
             self.progress.say(f"step {step}: the next plan is {self.planning.plan.mode}")
             self.progress.doing("changing the plan")
+            began = time.perf_counter()
             runtime.apply(self.planning.plan)
+            self.planning.switch_s = time.perf_counter() - began
 
-    def _record(self, step: int, outcome: StepOutcome, result: IterationResult) -> None:
+    def _record(self, step: int, outcome: StepOutcome, result: IterationResult, predicted_s: float | None) -> None:
         seconds = result.seconds
         # Weights that were published before the iteration began are no part of it.
         spans = [span for span in result.timeline.spans if span.start_ns >= result.start_ns]
@@ -108,13 +112,12 @@ class Driver:
             "plan/measured_s": seconds,
             **{f"tombstones/{reason}": float(count) for reason, count in result.tombstones.items()},
         }
-        plan = self.planning.plan
-        if plan.HasField("prediction"):
-            metrics["plan/predicted_s"] = plan.prediction.iteration_s
+        if predicted_s is not None:
+            metrics["plan/predicted_s"] = predicted_s
         self._log.write(step, metrics)
         self.run.write_samples(step, outcome.samples[: self.config.run.samples])
         reward = outcome.metrics["critic/score/mean"]
-        predicted = f"predicted {plan.prediction.iteration_s:.2f} s" if plan.HasField("prediction") else ""
+        predicted = "" if predicted_s is None else f"predicted {predicted_s:.2f} s"
         self.progress.step(StepView(step, reward, tokens_per_s, seconds, stages, predicted))
         if outcome.metrics["groups/all_equal"] == outcome.metrics["groups/count"]:
             self.progress.say(

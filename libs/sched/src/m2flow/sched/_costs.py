@@ -130,17 +130,33 @@ def build_costs(workflow: Workflow, profile: sched_pb2.Profile, kinds: Mapping[s
 
 
 def _alone(profile: sched_pb2.Profile, notes: list[str]) -> dict[str, list[sched_pb2.Sample]]:
-    """Samples by stage, those taken beside others only where there are no others."""
-    alone: dict[str, list[sched_pb2.Sample]] = {}
-    beside: dict[str, list[sched_pb2.Sample]] = {}
+    """Samples by stage that tell what it takes alone, in the order in which they were taken.
+
+    One that was taken beside others takes no less than alone. It counts where there are none alone, and, on a device
+    count without any, where it is faster than the others lead to expect.
+    """
+    taken: dict[str, list[sched_pb2.Sample]] = {}
     for sample in profile.samples:
         if sample.seconds > 0 and sample.items > 0 and sample.devices > 0:
-            (beside if sample.beside else alone).setdefault(sample.stage, []).append(sample)
-    for stage, samples in beside.items():
-        if stage not in alone:
+            taken.setdefault(sample.stage, []).append(sample)
+    found = {}
+    for stage, samples in taken.items():
+        alone = [sample for sample in samples if not sample.beside]
+        if not alone:
             notes.append(f"{stage}: only measured beside other stages; taken as its time alone")
-            alone[stage] = samples
-    return alone
+            found[stage] = samples
+            continue
+        curve, measured = fit_stage(alone), {sample.devices for sample in alone}
+        found[stage] = [
+            sample
+            for sample in samples
+            if not sample.beside or (sample.devices not in measured and sample.seconds < _seconds(curve, sample))
+        ]
+    return found
+
+
+def _seconds(curve: StageCost, sample: sched_pb2.Sample) -> float:
+    return float(curve.seconds(sample.items, np.array([float(sample.devices)]))[0])
 
 
 def _stage(

@@ -40,11 +40,13 @@ def nonnegative(features: Array, values: Array, weights: Array) -> Array:
     return best
 
 
-def robust(features: Array, values: Array) -> tuple[Array, NDArray[np.bool_]]:
+def robust(
+    features: Array, values: Array, repeated: NDArray[np.bool_] | None = None
+) -> tuple[Array, NDArray[np.bool_]]:
     """Returns coefficients [K] and which of the N measurements were kept.
 
     Starts from the subset fit that has the smallest median error (so that one wild measurement cannot choose the
-    curve), drops what is far off it, and fits the rest.
+    curve), drops what is far off it, and fits the rest. What was `repeated` [N] is not wild, however far off it is.
     """
     count, terms = features.shape
     keep = np.ones(count, dtype=bool)
@@ -61,6 +63,8 @@ def robust(features: Array, values: Array) -> tuple[Array, NDArray[np.bool_]]:
     coefficients = candidates[int(np.argmin(errors))]
     off = _spread(features, values, coefficients)
     keep = off <= max(_OUTLIER, 6 * float(np.median(off)))
+    if repeated is not None:
+        keep |= repeated
     return nonnegative(features[keep], values[keep], np.ones(int(keep.sum()))), keep
 
 

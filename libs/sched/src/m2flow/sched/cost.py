@@ -18,6 +18,7 @@ from m2flow.sched._fit import Array, robust
 
 Origin = Literal["measured", "interpolated", "extrapolated", "roofline", "assumed"]
 _FADE = 0.05  # squared distance, in e-folds, at which a residual has lost half its weight
+_NOT_WILD = 3  # repeats that agree in their median: what they say is so, whatever the other measurements lead to expect
 _RECENT = 8  # repeats of one measurement that count: the last ones
 _FAR = np.log(8.0)  # beyond 8x outside the samples a roofline is better than the curve, where there is one
 
@@ -118,10 +119,10 @@ def fit_stage(samples: Sequence[sched_pb2.Sample]) -> StageCost:
     t = np.array([s.seconds for s in used])
     last = samples[-max(1, len(samples) // 8) :]
     per_item = float(np.median([s.tokens / s.items for s in last])) if counts_tokens else 1.0
-    x, n, t, scatter = _cells(x, n, t)
+    x, n, t, repeats, scatter = _cells(x, n, t)
     terms = _identifiable(x, n)
     coefficients = np.zeros(4)
-    coefficients[terms], keep = robust(_features(x, n)[:, terms], t)
+    coefficients[terms], keep = robust(_features(x, n)[:, terms], t, repeats >= _NOT_WILD)
     residuals = np.log(t / np.maximum(_features(x, n) @ coefficients, 1e-300))[keep]
     points = np.stack([np.log(x), np.log(n)], axis=1)[keep]
     typical = float(np.median(np.abs(residuals))) if len(residuals) > 1 else 0.05
@@ -178,8 +179,8 @@ def _identifiable(x: Array, n: Array) -> list[int]:
     return terms
 
 
-def _cells(x: Array, n: Array, t: Array) -> tuple[Array, Array, Array, float]:
-    """Repeats of one question (x within 2%) become their median; the scatter is the median deviation inside them."""
+def _cells(x: Array, n: Array, t: Array) -> tuple[Array, Array, Array, Array, float]:
+    """Repeats of one question (x within 2%) become their median, with how many there are; and the median deviation."""
     keys = np.stack([np.round(np.log(x) / 0.02), n], axis=1)
     _, inverse = np.unique(keys, axis=0, return_inverse=True)
     inverse = inverse.reshape(-1)
@@ -191,4 +192,5 @@ def _cells(x: Array, n: Array, t: Array) -> tuple[Array, Array, Array, float]:
     )
     cx = np.array([np.median(x[m]) for m in members])
     cn = np.array([n[m[0]] for m in members])
-    return cx, cn, medians * cx, float(np.median(deviations)) if len(deviations) else 0.0
+    repeats = np.array([float(len(m)) for m in members])
+    return cx, cn, medians * cx, repeats, float(np.median(deviations)) if len(deviations) else 0.0

@@ -1,6 +1,7 @@
 """Spans folded into a profile, profiles merged, and the plan that follows from them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,9 @@ Make = Callable[..., sched_pb2.PlanRequest]
 BUSY, ONLOAD = flow_pb2.SPAN_KIND_BUSY, flow_pb2.SPAN_KIND_ONLOAD
 
 
-def _span(stage: str, start_s: float, end_s: float, **fields: int) -> flow_pb2.Span:
+def _span(stage: str, start_s: float, end_s: float, **fields: Any) -> flow_pb2.Span:
     kind = fields.pop("kind", BUSY)
-    group = "actor" if stage == "publish" else stage.split(".")[0]
+    group = str(fields.pop("group", "actor" if stage == "publish" else stage.split(".")[0]))
     times = {"start_ns": int(start_s * 1e9), "end_ns": int(end_s * 1e9)}
     return flow_pb2.Span(stage=stage, group=group, kind=kind, **times, **fields)
 
@@ -46,13 +47,14 @@ def test_neighbours_switches_and_syncs_are_measured(make_request: Make) -> None:
         _span("actor.train", 3, 3.5, kind=ONLOAD),
         _span("publish", 30, 30.25, rank=0),
         _span("publish", 30, 30.5, rank=1),
+        _span("publish", 30.6, 30.75, group="rollout"),
     ]
     before = sched_pb2.Profile()
     folded = fold_spans(before, flow_pb2.Timeline(spans=spans), request.workflow, chosen)
     beside = {s.stage: list(s.beside) for s in folded.samples}
     assert beside == {"rollout.generate": ["actor.train"], "actor.train": ["rollout.generate"], "reward.score": []}
     assert [(s.group, s.onload_s) for s in folded.switches] == [("actor", 0.5)]
-    assert [(s.source, s.target, s.seconds) for s in folded.syncs] == [("actor", "rollout", 0.5)]
+    assert [(s.source, s.target, s.seconds) for s in folded.syncs] == [("actor", "rollout", 0.65)]
     assert before == sched_pb2.Profile()
 
 

@@ -23,7 +23,7 @@ def fold_spans(
     the busy seconds of its slowest rank in one call, and its highest peak. Items of a rank are what its span counts, so
     a call of the group is the ranks' calls side by side. A stage whose busy time is overlapped by half or more with
     another group's on other devices was measured beside it. Onload and offload become switch costs, a publish stage's
-    busy time a sync cost: the median of the iterations in the timeline.
+    busy time, of the sender and then of the receiver, a sync cost: the median of the iterations in the timeline.
 
     Raises:
         InputError: a span names a stage that the graph does not have.
@@ -44,7 +44,7 @@ def fold_spans(
     syncs: dict[str, list[float]] = {}
     for (stage, iteration), spans in sorted(busy.items(), key=lambda b: (b[0][1], b[0][0])):
         if stages[stage].kind == flow_pb2.STAGE_KIND_PUBLISH:
-            syncs.setdefault(stage, []).append(max(s.end_ns - s.start_ns for s in spans) / 1e9)
+            syncs.setdefault(stage, []).append(_sides_seconds(spans))
             continue
         sample = _sample(stage, spans, devices.get(stages[stage].group, 0) or 1)
         if sample is not None:
@@ -115,6 +115,14 @@ def _sample(stage: str, spans: list[flow_pb2.Span], devices: int) -> sched_pb2.S
         seconds=seconds / calls,
         peak_bytes=peak,
     )
+
+
+def _sides_seconds(spans: list[flow_pb2.Span]) -> float:
+    """The slowest rank of each group, one group after the other."""
+    sides: dict[str, int] = {}
+    for span in spans:
+        sides[span.group] = max(sides.get(span.group, 0), span.end_ns - span.start_ns)
+    return sum(sides.values()) / 1e9
 
 
 def _neighbours(

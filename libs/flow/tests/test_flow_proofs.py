@@ -196,8 +196,8 @@ class Line:
         ]
         self._ask(lambda caller: self._index.put(caller, entries, wait=True))
 
-    def get_batch(self, weight, *, key=None, iteration=None, timeout_s=None):
-        found = self._ask(lambda caller: self._index.get(caller, Filter(key, iteration), weight), timeout_s)
+    def get_batch(self, weight, *, at_least=None, key=None, iteration=None, timeout_s=None):
+        found = self._ask(lambda caller: self._index.get(caller, Filter(key, iteration), weight, at_least), timeout_s)
         return [SimpleNamespace(id=e.id, number=e.lease, item=e.payload.item) for e in found]
 
     def get(self, *, iteration):

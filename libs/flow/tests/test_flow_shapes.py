@@ -84,6 +84,26 @@ def test_a_loop_ends_when_no_episode_is_left_and_keeps_each_on_its_rank(num_devi
 
 
 @pytest.mark.medium
+def test_a_policy_serves_others_while_some_wait_and_takes_those_that_have_come_together():
+    groups = {
+        "env": SyntheticEnvironment.group({"length": 6, "slow_s": 0.2}, name="env", **KIND),
+        "policy": SyntheticPolicy.group({"seconds": 0.01}, name="policy", **KIND),
+    }
+    graph = trace(episodes, groups, source_items=12)
+    plan = spatial_plan(graph, Cluster.virtual(3), weights={"env": 2}, num_chunks=1)
+    (result,) = run_all(graph, plan, 3, iterations=1, num_items=12)
+    acted = [s for s in result.timeline.spans if s.stage == "policy.act" and s.kind == pb.SPAN_KIND_BUSY]
+    slow = next(s for s in result.timeline.spans if (s.stage, s.rank, s.kind) == ("env.step", 0, pb.SPAN_KIND_BUSY))
+    # The even places are in rank 0's first step: the odd ones have several turns meanwhile, more than one at once.
+    meanwhile = [s for s in acted if slow.start_ns < s.start_ns and s.end_ns < slow.end_ns]
+    assert len(meanwhile) >= 3
+    assert max(s.items for s in meanwhile) > 1
+    turns = sum(len(item.fields["actions"]) for item in result.outputs)
+    assert sum(s.items for s in acted) == turns
+    assert len(acted) <= turns / 2
+
+
+@pytest.mark.medium
 def test_episodes_that_die_with_their_process_are_counted_and_the_rest_go_on():
     groups = {
         "env": SyntheticEnvironment.group({"length": 5, "die_at": 1}, name="env", **KIND),

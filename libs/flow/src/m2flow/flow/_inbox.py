@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from m2flow.comm import Channel, IterationEnded, Lease, PeerLostError, TimeoutError_
+from m2flow.comm import Channel, IterationEnded, Lease, PeerLostError
 from m2flow.flow._mail import ENTERED, parse_id
 from m2flow.flow.glue import Glue, Quota
 from m2flow.flow.microflow import MicroFlow, MicroStage, Op
@@ -96,13 +96,9 @@ class Inbox:
             self._channel.ack(rest)
 
     def _pull(self, timeout_s: float | None) -> None:
-        share = self._stage.share
         try:
-            if self._stage.eager:
-                leases = self._get(1, timeout_s)
-                leases += self._there(share - self._num_ready() - len(leases))
-            else:
-                leases = self._get(self._glue.demand(share - self._num_ready()), timeout_s)
+            # Where nobody knows how much will come, what has arrived is enough: waiting for more could be for ever.
+            leases = self._get(self._demand(), 1 if self._stage.eager else None, timeout_s)
         except IterationEnded:
             self._finish()
             return
@@ -114,22 +110,14 @@ class Inbox:
         for lease in leases:
             self._take(lease)
 
-    def _there(self, most: int) -> list[Lease]:
-        """What is there already, up to so many, without waiting for more: asked for by halves."""
-        found: list[Lease] = []
-        want = most
-        while want > 0:
-            try:
-                got = self._get(want, 0.0)
-            except (TimeoutError_, IterationEnded, PeerLostError):
-                want //= 2
-                continue
-            found += got
-            want = min(want, most - len(found))
-        return found
+    def _demand(self) -> int:
+        missing = self._stage.share - self._num_ready()
+        return missing if self._stage.eager else self._glue.demand(missing)
 
-    def _get(self, weight: float, timeout_s: float | None) -> list[Lease]:
-        return self._channel.get_batch(weight, key=self._key, iteration=self._iteration, timeout_s=timeout_s)
+    def _get(self, weight: float, at_least: float | None, timeout_s: float | None) -> list[Lease]:
+        return self._channel.get_batch(
+            weight, at_least=at_least, key=self._key, iteration=self._iteration, timeout_s=timeout_s
+        )
 
     def _take(self, lease: Lease) -> None:
         item: Item = lease.item

@@ -212,7 +212,8 @@ class SyntheticReference(Worker):
 class SyntheticEnvironment(Worker):
     """Episodes of 2 to `length` steps, `seconds` each step for a whole batch. An episode lives on one rank.
 
-    With `die_at` rank 0 kills itself in the second step of that iteration, the first time that it is started.
+    Rank 0 takes `slow_s` longer. With `die_at` it kills itself in the second step of that iteration, the first time
+    that it is started.
     """
 
     on_death: ClassVar[Literal["retry", "drop", "stop"]] = "drop"
@@ -230,7 +231,8 @@ class SyntheticEnvironment(Worker):
     @stage
     def step(self, items: list[Item]) -> list[Item]:
         """Takes each episode's action."""
-        time.sleep(float(self.config.get("seconds", 0.0)))
+        slow_s = 0.0 if self.context.rank else float(self.config.get("slow_s", 0.0))
+        time.sleep(float(self.config.get("seconds", 0.0)) + slow_s)
         stepped = [self._step(item) for item in items]
         dies = not self.context.rank and not self.context.attempt and items[0].iteration == self.config.get("die_at")
         if dies and max(self._steps.values()) > 1:

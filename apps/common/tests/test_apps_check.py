@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from m2flow.apps.check import collect, memory_problems, missing_packages, model_problems, run_problems, space_problems
-from m2flow.apps.config import CheckpointConfig, ModelConfig, RunConfig, TrainingConfig
+from m2flow.apps.check import collect, missing_packages, run_problems
+from m2flow.apps.config import CheckpointConfig, RunConfig, TrainingConfig
 from m2flow.apps.errors import CheckFailed
+from m2flow.apps.language import LanguageModelConfig, ModelConfig
+from m2flow.apps.model_check import memory_problems, model_problems, space_problems
 from m2flow.apps.safetensors_size import num_parameters
 
 
@@ -24,8 +26,8 @@ def _model(path: Path, shapes: dict[str, list[int]]) -> Path:
     return path
 
 
-def _config(model: Path, **fields: int | str) -> TrainingConfig:
-    return replace(TrainingConfig(model=ModelConfig(source=str(model))), **fields)  # type: ignore[arg-type]
+def _config(model: Path, **fields: int | str) -> LanguageModelConfig:
+    return replace(LanguageModelConfig(model=ModelConfig(source=str(model))), **fields)  # type: ignore[arg-type]
 
 
 def test_a_whole_model_directory_passes_and_is_counted(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from m2flow.apps.errors import CheckpointError
 
 
 def _state(step: int) -> ResumeState:
-    return ResumeState(step=step, seed=0, prompts_drawn=8 * step, policy_version=step, package_version="0.1.0")
+    return ResumeState(step=step, seed=0, items_drawn=8 * step, policy_version=step, package_version="0.1.0")
 
 
 def _write(root: Path, step: int, keep: int = 2) -> Path:
@@ -38,7 +38,7 @@ def test_another_format_and_an_incomplete_one_are_refused(tmp_path: Path) -> Non
     path = _write(tmp_path, 1)
     state = json.loads((path / "resume.json").read_text())
     (path / "resume.json").write_text(json.dumps({**state, "format": 7}))
-    with pytest.raises(CheckpointError, match="got format 7, want 1"):
+    with pytest.raises(CheckpointError, match="got format 7, want 2"):
         read_resume_state(path)
     (path / "resume.json").write_text(json.dumps({**state, "colour": "red"}))
     with pytest.raises(CheckpointError, match="does not fit"):

@@ -28,7 +28,7 @@ def test_check_finds_nothing_wrong(toy: Toy, tmp_path: Path) -> None:
     [
         ("num_stepz=3", "num_stepz: unknown key, the nearest known key is num_steps"),
         ("minibatch_size=5", "minibatch_size: got 5, want a multiple of samples_per_prompt (2)"),
-        ("plan=sideways", "plan: got 'sideways', want auto, temporal, spatial, or an existing file"),
+        ("plan=sideways", "plan: got 'sideways', want auto, temporal, spatial, hybrid, or an existing file"),
         ("cpu_slots=4096", "cpu_slots: got 4096, want at most"),
         ("no_such_recipe", "recipe: got 'no_such_recipe', want one of small, or an existing YAML file"),
     ],

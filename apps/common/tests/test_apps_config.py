@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from m2flow.apps.batch import batch_problems, derived_numbers
-from m2flow.apps.config import RunConfig, TrainingConfig, load_config
+from m2flow.apps.config import RunConfig, load_config
 from m2flow.apps.errors import ConfigError
+from m2flow.apps.language import LanguageModelConfig
 from m2flow.apps.parsing import build, known_keys
 from m2flow.apps.yaml_tree import dump_yaml, merge_overrides, parse_yaml
 
 
-def _build(*overrides: str) -> TrainingConfig:
-    return build(TrainingConfig, merge_overrides({}, overrides))
+def _build(*overrides: str) -> LanguageModelConfig:
+    return build(LanguageModelConfig, merge_overrides({}, overrides))
 
 
 @pytest.mark.parametrize(
@@ -88,20 +89,20 @@ def test_what_is_not_a_mapping_is_refused(text: str) -> None:
 
 
 def test_what_is_shown_reads_back_equal_with_every_key_and_its_meaning() -> None:
-    config = replace(TrainingConfig(), plan="null", cpu_slots=2, run=RunConfig(dir="a\n b"))
+    config = replace(LanguageModelConfig(), plan="null", cpu_slots=2, run=RunConfig(dir="a\n b"))
     text = dump_yaml(config)
-    assert build(TrainingConfig, parse_yaml(text, origin="shown")) == config
-    assert all(key.rpartition(".")[2] + ":" in text for key in known_keys(TrainingConfig))
+    assert build(LanguageModelConfig, parse_yaml(text, origin="shown")) == config
+    assert all(key.rpartition(".")[2] + ":" in text for key in known_keys(LanguageModelConfig))
     assert "# AdamW's decay rates" in text
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read"):
-        load_config(TrainingConfig, tmp_path / "nowhere.yaml")
+        load_config(LanguageModelConfig, tmp_path / "nowhere.yaml")
 
 
 def test_batch_words_that_do_not_divide_name_what_would() -> None:
-    path_words = TrainingConfig(prompts_per_step=6, samples_per_prompt=4, minibatch_size=16)
+    path_words = LanguageModelConfig(prompts_per_step=6, samples_per_prompt=4, minibatch_size=16)
     (problem,) = batch_problems(path_words)
     assert problem.startswith("minibatch_size: got 16, want a multiple of samples_per_prompt (4)")
     assert problem.endswith("set it to one of 4, 8, 12, 24")
@@ -111,13 +112,13 @@ def test_batch_words_that_do_not_divide_name_what_would() -> None:
 def test_batch_words_are_checked_when_a_config_is_loaded(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text("prompts_per_step: 8\nsamples_per_prompt: 8\n")
-    assert load_config(TrainingConfig, file).minibatch_size == 64
+    assert load_config(LanguageModelConfig, file).minibatch_size == 64
     with pytest.raises(ConfigError, match="minibatch_size: got 48"):
-        load_config(TrainingConfig, file, ["minibatch_size=48"])
+        load_config(LanguageModelConfig, file, ["minibatch_size=48"])
 
 
 def test_derived_numbers() -> None:
-    words = TrainingConfig(num_steps=10, prompts_per_step=6, samples_per_prompt=4, minibatch_size=12, num_epochs=3)
+    words = LanguageModelConfig(num_steps=10, prompts_per_step=6, samples_per_prompt=4, minibatch_size=12, num_epochs=3)
     assert derived_numbers(words) == {
         "samples_per_step": 24,
         "groups_per_minibatch": 3,

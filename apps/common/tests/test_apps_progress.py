@@ -10,7 +10,7 @@ from m2flow.apps.progress import Progress, StepView
 
 def _view(step: int, seconds: float = 5.0) -> StepView:
     stages = {"rollout.generate": 2.0, "actor.train": 3.0}
-    return StepView(step=step, reward=0.4, tokens_per_s=300.0, seconds=seconds, stage_s=stages)
+    return StepView(step=step, reward=0.4, rate=300.0, unit="tokens", seconds=seconds, stage_s=stages)
 
 
 def test_one_plain_line_a_step_without_a_terminal() -> None:

@@ -61,6 +61,15 @@ def test_the_summary_has_the_numbers(tmp_path: Path) -> None:
     assert "<td>held-out greedy accuracy, after</td><td>0.740</td>" in text
 
 
+def test_the_first_and_the_last_film_are_inside_the_page(tmp_path: Path) -> None:
+    run = example_run(tmp_path / "run")
+    assert 'id="films"' not in render_page(load_run(run))
+    for step, film in ((0, b"first"), (6, b"middle"), (12, b"last")):
+        run.write_film(step, film)
+    page = _Page(render_page(load_run(run)))
+    assert page.addresses == [f"data:image/webp;base64,{word}" for word in ("Zmlyc3Q=", "bGFzdA==")]
+
+
 def test_what_the_data_says_is_escaped(tmp_path: Path) -> None:
     run = example_run(tmp_path / "run")
     run.write_samples(12, [{"prompt": "<script>alert(1)</script>", "completion": "&", "answer": "", "reward": 0.0}])

@@ -180,6 +180,15 @@ def test_the_iteration_ends_for_every_consumer(make_endpoint: Any, ends: Any) ->
             client.get_batch(2, iteration=7)
 
 
+def test_a_batch_can_be_what_has_arrived(ends: Any) -> None:
+    _, producer, consumer = ends
+    assert consumer.get_batch(8, at_least=0) == []
+    producer.put_many([Put(item=index) for index in range(3)])
+    assert [lease.item for lease in consumer.get_batch(8, at_least=1)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="got at_least 9, want 0 to the weight 8"):
+        consumer.get_batch(8, at_least=9)
+
+
 def test_close_drains_and_then_refuses(make_endpoint: Any, ends: Any) -> None:
     _, producer, consumer = ends
     producer.put(1)

@@ -69,9 +69,17 @@ class Driver:
         self.index.put(caller, entries, wait=wait)
         return asked
 
-    def get(self, weight: float = 0, *, by: str = "c", key: str | None = None, iteration: int | None = None) -> Asked:
+    def get(
+        self,
+        weight: float = 0,
+        *,
+        at_least: float | None = None,
+        by: str = "c",
+        key: str | None = None,
+        iteration: int | None = None,
+    ) -> Asked:
         caller, asked = self._caller(by)
-        self.index.get(caller, Filter(key, iteration), weight)
+        self.index.get(caller, Filter(key, iteration), weight, at_least)
         return asked
 
     def last_request(self) -> int:
@@ -143,6 +151,21 @@ def test_a_batch_that_waits_does_not_keep_others_from_items() -> None:
     q.put("1")
     assert single.ids == ["1"]
     assert batch.waits
+
+
+def test_a_batch_takes_what_has_arrived_once_the_least_is_there() -> None:
+    q = Driver()
+    assert q.get(5, at_least=0).ids == []
+    waiting = q.get(5, at_least=2)
+    q.put("1")
+    assert waiting.waits
+    q.put("2", "3")
+    assert waiting.ids == ["1", "2"]
+    q.put(*"4567890")
+    assert q.get(5, at_least=2).ids == ["3", "4", "5", "6", "7"]
+    assert q.get(5, at_least=0, iteration=1).ids == []
+    q.end(1)
+    assert q.get(5, at_least=0, iteration=1).refused == "IterationEnded"
 
 
 def test_a_get_of_another_key_does_not_wait() -> None:

@@ -95,17 +95,21 @@ class ChannelMachine(RuleBasedStateMachine):
         key=st.none() | st.sampled_from(["k", "l"]),
         iteration=st.none() | iterations,
         weight=st.sampled_from([0.0, 0.0, 1.0, 3.0]),
+        at_least=st.sampled_from([None, None, 0.0, 1.0]),
     )
-    def get(self, member: str, key: str | None, iteration: int | None, weight: float) -> None:
+    def get(self, member: str, key: str | None, iteration: int | None, weight: float, at_least: float | None) -> None:
         self.requests += 1
-        get = Get(member, self.sessions[member], Filter(key, iteration), weight)
+        at_least = at_least if weight else None
+        enough = weight if at_least is None else at_least
+        get = Get(member, self.sessions[member], Filter(key, iteration), enough)
 
         def answer(found: Sequence[Entry], refusal: Refusal | None) -> None:
             assert not get.answered, "answered twice"
             get.answered = True
             assert not (found and refusal)
             total = sum(entry.weight for entry in found)
-            assert len(found) == 1 or total <= weight + 1e-6
+            assert len(found) <= 1 or total <= weight + 1e-6
+            assert found or refusal or at_least == 0
             assert [entry.order for entry in found] == sorted(entry.order for entry in found)
             for entry in found:
                 assert key in (None, entry.key)
@@ -116,7 +120,9 @@ class ChannelMachine(RuleBasedStateMachine):
                 assert all(iteration in done for done in self.ended.values())
 
         self.gets.append(get)
-        self.index.get(Caller(self.session(member), member, self.requests, answer), Filter(key, iteration), weight)
+        caller = Caller(self.session(member), member, self.requests, answer)
+        self.index.get(caller, Filter(key, iteration), weight, at_least)
+        assert get.answered or at_least != 0, "asked not to wait, and waits"
 
     @precondition(lambda self: any(self.held.values()))
     @rule(member=st.sampled_from(CONSUMERS), give_back=st.booleans(), data=st.data())

@@ -3,7 +3,7 @@
 import pytest
 
 from m2flow.flow import Graph, PlanError, check_plan
-from m2flow.flow.modes import spatial_plan, temporal_plan
+from m2flow.flow.modes import hybrid_plan, spatial_plan, temporal_plan
 from m2flow.flow.testing import grpo_graph
 from m2flow.proto.flow.v1 import flow_pb2 as pb
 from m2flow.worker import Cluster
@@ -181,6 +181,20 @@ def test_spatial_plans_can_run(num_devices):
     assert (plan.mode == "spatial") is disjoint is (num_devices >= 3)
     counts = {own.group: len(own.device_ids) for own in plan.groups}
     assert counts["rollout"] >= counts["actor"] >= counts["reward"]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
+def test_a_hybrid_plan_has_the_learner_everywhere_and_the_others_side_by_side(num_devices):
+    cluster = Cluster.virtual(num_devices)
+    graph = grpo_graph(source_items=64)
+    plan = hybrid_plan(graph, cluster, num_chunks=4)
+    check_plan(graph, plan, cluster)
+    placed = {own.group: list(own.device_ids) for own in plan.groups}
+    assert placed["actor"] == list(range(num_devices))
+    if num_devices > 1:
+        assert sorted(placed["rollout"] + placed["reward"]) == list(range(num_devices))
+    assert [stage(plan, name).granularity for name in ("rollout.generate", "actor.train")] == [16, 64]
+    assert plan.mode == "hybrid"
 
 
 def test_modes_refuse_a_cluster_without_the_kind():

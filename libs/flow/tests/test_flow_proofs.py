@@ -196,8 +196,8 @@ class Line:
         ]
         self._ask(lambda caller: self._index.put(caller, entries, wait=True))
 
-    def get_batch(self, weight, *, key=None, iteration=None, timeout_s=None):
-        found = self._ask(lambda caller: self._index.get(caller, Filter(key, iteration), weight), timeout_s)
+    def get_batch(self, weight, *, at_least=None, key=None, iteration=None, timeout_s=None):
+        found = self._ask(lambda caller: self._index.get(caller, Filter(key, iteration), weight, at_least), timeout_s)
         return [SimpleNamespace(id=e.id, number=e.lease, item=e.payload.item) for e in found]
 
     def get(self, *, iteration):
@@ -289,7 +289,10 @@ class Pool:
 
 
 class Slow:
-    """A worker whose stages take random time; "expand*" makes children, everything else passes items on."""
+    """A worker whose stages take random time; "expand*" makes children, everything else passes items on.
+
+    "pull*" takes its items from an inbox.
+    """
 
     def __init__(self, world, chance, journal):
         self.world, self.chance, self.journal = world, chance, journal
@@ -304,6 +307,9 @@ class Slow:
         return 0
 
     def __getattr__(self, method):
+        if method.startswith("pull"):
+            return lambda inbox: self._pull(inbox, method)
+
         def run(items):
             self.journal.append((method, [item.seq for item in items]))
             self.world.sleep(self.chance.random())
@@ -312,6 +318,14 @@ class Slow:
             return list(items)
 
         return run
+
+    def _pull(self, inbox, method):
+        most, in_hand = self.chance.randint(1, 4), []
+        while in_hand := [*in_hand, *inbox.take(most - len(in_hand))]:
+            self.world.sleep(self.chance.random())
+            done = in_hand.pop(self.chance.randrange(len(in_hand)))
+            self.journal.append((method, [done.seq]))
+            yield done
 
     def _expand(self, items, by):
         for item in items:
@@ -326,15 +340,15 @@ def random_program(chance, num_stages):
     steps = []
     left = num_stages
     while left:
-        kind = chance.choice(["work", "work", "expand", "branch"]) if left >= 2 else "work"
+        kind = chance.choice(["work", "pull", "expand", "branch"]) if left >= 2 else chance.choice(["work", "pull"])
         steps.append((kind, chance.choice(groups), chance.choice(groups)))
-        left -= 2 if kind != "work" else 1
+        left -= 2 if kind in ("expand", "branch") else 1
     stages = {name: [] for name in groups}
     plan = []
     for number, (kind, one, other) in enumerate(steps):
-        names = (f"expand{number}" if kind == "expand" else f"first{number}", f"second{number}")
+        names = (f"{kind}{number}" if kind in ("expand", "pull") else f"first{number}", f"second{number}")
         stages[one].append(names[0])
-        if kind != "work":
+        if kind in ("expand", "branch"):
             stages[other].append(names[1])
         plan.append((kind, one, names[0], other, names[1]))
 
@@ -349,7 +363,10 @@ def random_program(chance, num_stages):
                 stream = flow.gather(getattr(proxies[other], second)(stream), by=first)
         return stream
 
-    used = {name: FakeSpec(name, tuple(stages[name]), in_step=chance.random() < 0.3) for name in groups if stages[name]}
+    used = {}
+    for name in filter(stages.get, groups):
+        in_step = chance.random() < 0.3 and not any(stage.startswith("pull") for stage in stages[name])
+        used[name] = FakeSpec(name, tuple(stages[name]), in_step=in_step)
     expansions = {f"{one}.{first}": 3 for kind, one, first, _, _ in plan if kind == "expand"}
     return trace(program, used, source_items=chance.randint(1, 6), expansions=expansions)
 

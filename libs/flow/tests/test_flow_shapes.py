@@ -6,6 +6,7 @@ from m2flow.flow import Runtime, spatial_plan, temporal_plan, trace
 from m2flow.flow.testing import (
     SyntheticActor,
     SyntheticCritic,
+    SyntheticEngine,
     SyntheticEnvironment,
     SyntheticPolicy,
     SyntheticReference,
@@ -18,7 +19,7 @@ from m2flow.flow.testing import (
     ppo,
 )
 from m2flow.proto.flow.v1 import flow_pb2 as pb
-from m2flow.worker import Cluster, Item, launch_run
+from m2flow.worker import Cluster, Item, WorkerFailed, launch_run
 
 KIND = {"device_kind": "virtual"}
 
@@ -81,6 +82,62 @@ def test_a_loop_ends_when_no_episode_is_left_and_keeps_each_on_its_rank(num_devi
             rounds = [s for s in result.timeline.spans if s.stage == "policy.act" and s.kind == pb.SPAN_KIND_BUSY]
             assert sum(s.items for s in rounds) == sum(len(item.fields["actions"]) for item in result.outputs)
     assert seen[0] == seen[1]
+
+
+@pytest.mark.medium
+def test_a_policy_serves_others_while_some_wait_and_takes_those_that_have_come_together():
+    groups = {
+        "env": SyntheticEnvironment.group({"length": 6, "slow_s": 0.2}, name="env", **KIND),
+        "policy": SyntheticPolicy.group({"seconds": 0.01}, name="policy", **KIND),
+    }
+    graph = trace(episodes, groups, source_items=12)
+    plan = spatial_plan(graph, Cluster.virtual(3), weights={"env": 2}, num_chunks=1)
+    (result,) = run_all(graph, plan, 3, iterations=1, num_items=12)
+    acted = [s for s in result.timeline.spans if s.stage == "policy.act" and s.kind == pb.SPAN_KIND_BUSY]
+    slow = next(s for s in result.timeline.spans if (s.stage, s.rank, s.kind) == ("env.step", 0, pb.SPAN_KIND_BUSY))
+    # The even places are in rank 0's first step: the odd ones have several turns meanwhile, more than one at once.
+    meanwhile = [s for s in acted if slow.start_ns < s.start_ns and s.end_ns < slow.end_ns]
+    assert len(meanwhile) >= 3
+    assert max(s.items for s in meanwhile) > 1
+    turns = sum(len(item.fields["actions"]) for item in result.outputs)
+    assert sum(s.items for s in acted) == turns
+    assert len(acted) <= turns / 2
+
+
+@pytest.mark.medium
+def test_an_engine_pulls_turns_as_they_come_and_gives_what_a_policy_gives():
+    def graph(policy):
+        env = SyntheticEnvironment.group({"length": 5, "seconds": 0.002}, name="env", **KIND)
+        return trace(episodes, {"env": env, "policy": policy}, source_items=12)
+
+    policy = graph(SyntheticPolicy.group({}, name="policy", **KIND))
+    engine = graph(SyntheticEngine.group({"lanes": 6, "seconds": 0.01}, name="policy", **KIND))
+    seen = []
+    for traced, make, num_devices in ((policy, spatial_plan, 2), (engine, spatial_plan, 2), (engine, temporal_plan, 1)):
+        plan = make(traced, Cluster.virtual(num_devices))
+        results = list(run_all(traced, plan, num_devices, num_items=12))
+        seen.append([[(item.id, item.fields["actions"]) for item in result.outputs] for result in results])
+        turns = [sum(len(item.fields["actions"]) for item in result.outputs) for result in results]
+        spans = [s for s in results[0].timeline.spans if s.kind == pb.SPAN_KIND_BUSY]
+        assert sum(s.items for s in spans if s.stage == "policy.act") == turns[0]
+        if traced is engine and make is spatial_plan:
+            # One call of the engine sees turns come back from the environment while others are under way in it.
+            calls = [(s.start_ns, s.end_ns) for s in spans if s.stage == "policy.act"]
+            steps = [s for s in spans if s.stage == "env.step"]
+            assert any(sum(a < s.start_ns and s.end_ns < b for s in steps) >= 2 for a, b in calls)
+            assert len(calls) <= turns[0] / 3
+    assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.medium
+def test_an_engine_that_leaves_items_behind_is_told():
+    groups = {
+        "env": SyntheticEnvironment.group({}, name="env", **KIND),
+        "policy": SyntheticEngine.group({"forgets": True}, name="policy", **KIND),
+    }
+    graph = trace(episodes, groups, source_items=2)
+    with pytest.raises(WorkerFailed, match=r"policy\.act: the stage returned and left 1 items, want it to take all"):
+        list(run_all(graph, spatial_plan(graph, Cluster.virtual(2)), 2, num_items=1))
 
 
 @pytest.mark.medium

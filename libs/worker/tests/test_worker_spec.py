@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from m2flow.worker import Worker, resolve_target, target_of
+from m2flow.worker import Inbox, Item, Worker, pulls, resolve_target, stage, target_of
 from m2flow.worker.testing import Probe, RetryProbe
 
 
@@ -14,6 +14,18 @@ def test_a_specification_says_what_the_class_is() -> None:
     assert (spec.on_death, spec.in_step, spec.can_offload, spec.devices_per_rank) == ("retry", False, False, None)
     assert "echo" in spec.methods
     assert "setup" not in spec.methods
+
+
+def test_ranks_in_step_do_not_pull_each_for_itself() -> None:
+    @stage
+    def train(self: Worker, inbox: Inbox) -> list[Item]:
+        return inbox.take(1)
+
+    trainer = type("Trainer", (Worker,), {"train": train, "in_step": True})
+    with pytest.raises(ValueError, match=r"Trainer\.train takes an inbox, and its ranks move in step"):
+        trainer.group()  # type: ignore[attr-defined]
+    assert pulls(trainer.train)  # type: ignore[attr-defined]
+    assert not pulls(Probe.echo)
 
 
 def test_a_name_in_snake_case_without_worker() -> None:

@@ -16,7 +16,7 @@ from m2flow.apps.identity import package_version
 
 __all__ = ["FORMAT", "ResumeState", "latest_checkpoint", "read_resume_state", "write_checkpoint"]
 
-FORMAT = 1
+FORMAT = 2
 _STATE = "resume.json"
 
 
@@ -26,7 +26,7 @@ class ResumeState:
 
     step: int
     seed: int
-    prompts_drawn: int
+    items_drawn: int
     policy_version: int
     package_version: str = field(default_factory=package_version)
     format: int = FORMAT

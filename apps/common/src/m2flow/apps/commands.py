@@ -10,11 +10,11 @@ from typing import TypeVar
 from m2flow import sched
 from m2flow.apps.app import App
 from m2flow.apps.atomic import replace_file
-from m2flow.apps.batch import derived_numbers
-from m2flow.apps.check import collect, memory_problems, model_problems, run_problems, space_problems
+from m2flow.apps.check import collect, run_problems
 from m2flow.apps.config import TrainingConfig
 from m2flow.apps.errors import CheckFailed
 from m2flow.apps.forecast import Forecast, ProfileStore, new_profile
+from m2flow.apps.metrics import spoken
 from m2flow.apps.planning import (
     AutoPlanning,
     FixedPlanning,
@@ -66,7 +66,7 @@ def evaluate(app: App[C], arguments: argparse.Namespace) -> int:
     config = resolve_config(app, arguments.settings)
     checks = [lambda: app.problems(config)]
     if checkpoint is None:
-        checks.append(lambda: model_problems(config))
+        checks.append(lambda: app.model_problems(config))
     _refuse(collect(checks))
     job, cluster = app.build(config, checkpoint or app.prepare(config), None), local_cluster(config)
     with ExitStack() as stack:
@@ -115,7 +115,7 @@ def show_config(app: App[C], arguments: argparse.Namespace) -> int:
     config = resolve_config(app, arguments.settings)
     print(dump_yaml(config), end="")
     print("# derived")
-    for name, value in derived_numbers(config).items():
+    for name, value in config.derived_numbers().items():
         print(f"# {name}: {value}")
     return 0
 
@@ -145,7 +145,7 @@ def _drive(app: App[C], config: C, run: RunDirectory, *, weights: Path, resume: 
 
 
 def _graph(app: App[C], config: C) -> Graph:
-    return traced(app.build(config, Path(config.model.source), None), config, name=app.name)
+    return traced(app.build(config, Path(), None), config, name=app.name)
 
 
 def _problems(app: App[C], config: C, *, resuming: bool) -> list[str]:
@@ -156,10 +156,9 @@ def _problems(app: App[C], config: C, *, resuming: bool) -> list[str]:
 
     checks = [
         lambda: app.problems(config),
-        lambda: model_problems(config),
+        lambda: app.model_problems(config),
         lambda: run_problems(config, resuming=resuming),
-        lambda: space_problems(config),
-        lambda: memory_problems(config),
+        lambda: app.room_problems(config),
     ]
     return collect(checks) or collect([plan_problems])
 
@@ -189,27 +188,21 @@ def _planning(
 
 def _empty_profile(app: App[C], config: C) -> sched_pb2.Profile:
     """The profile of this workload before anything is measured; the model's place on disk is no part of it."""
-    return new_profile(app.name, app.build(config, Path(config.model.source), None).groups)
+    return new_profile(app.name, app.build(config, Path(config.subject), None).groups)
 
 
 def _numbers(config: TrainingConfig) -> dict[str, int]:
-    return {
-        "num_steps": config.num_steps,
-        "prompts_per_step": config.prompts_per_step,
-        "samples_per_prompt": config.samples_per_prompt,
-        "minibatch_size": config.minibatch_size,
-        "num_epochs": config.num_epochs,
-        "microbatch_tokens": config.microbatch_tokens,
-        **derived_numbers(config),
-    }
+    words = ("num_steps", *config.batch_words)
+    return {word: getattr(config, word) for word in words} | dict(config.derived_numbers())
 
 
 def _closing_words(run: RunDirectory) -> str:
     rows = run.read_metrics()
     rewards = [float(str(row["critic/score/mean"])) for row in rows if "critic/score/mean" in row]
-    greedy = [float(str(row["eval/greedy_accuracy"])) for row in rows if "eval/greedy_accuracy" in row]
     last = rewards[-5:]
     lines = [f"mean training reward of the last {len(last)} steps: {sum(last) / len(last):.3f}"]
-    if len(greedy) > 1:
-        lines.append(f"held-out greedy accuracy: {greedy[0]:.3f} before, {greedy[-1]:.3f} after")
+    for name in dict.fromkeys(name for row in rows for name in row if name.startswith("eval/")):
+        values = [float(str(row[name])) for row in rows if name in row]
+        if len(values) > 1:
+            lines.append(f"held-out {spoken(name)}: {values[0]:.3f} before, {values[-1]:.3f} after")
     return "\n".join([*lines, f"report: {run.report}"])

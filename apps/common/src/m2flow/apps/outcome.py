@@ -8,6 +8,11 @@ from m2flow.worker import Item
 
 __all__ = ["measure"]
 
+_NO_SIGNAL = (
+    "all samples of every prompt have equal rewards, so there is no signal to learn from: choose an easier or harder"
+    " task, or more samples_per_prompt"
+)
+
 
 def measure(receipts: Sequence[Item]) -> StepOutcome:
     """Returns the outcome of the groups that an actor gave back; the metrics of several optimiser steps are averaged.
@@ -48,7 +53,9 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
         for group in groups
         for completion, reward, version in zip(group["completions"], group["rewards"], group["versions"], strict=True)
     ]
-    return StepOutcome(metrics | {name: _mean(values) for name, values in steps.items()}, rows)
+    warning = _NO_SIGNAL if metrics["groups/all_equal"] == metrics["groups/count"] else ""
+    means = {name: _mean(values) for name, values in steps.items()}
+    return StepOutcome(metrics | means, rows, volume=metrics["tokens"], warning=warning)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,6 +1,7 @@
 """Which plan a run has: a mode, a file, or the one that the scheduler finds from what the first iterations measured."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from m2flow.apps.atomic import replace_file
 from m2flow.apps.errors import CheckFailed
 from m2flow.apps.forecast import Forecast
 from m2flow.apps.run_directory import RunDirectory
-from m2flow.flow import Graph, PlanError, check_plan, load_plan, spatial_plan, temporal_plan
+from m2flow.flow import Graph, PlanError, check_plan, hybrid_plan, load_plan, spatial_plan, temporal_plan
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.worker import Cluster
@@ -28,10 +29,14 @@ __all__ = [
 ]
 
 Say = Callable[[str], None]
-MODES = ("temporal", "spatial")
 # Chunks of an iteration where groups work side by side: with more of them, generating in small batches costs more than
 # the overlap saves (the same 64 samples on one core take 2.1 s of CPU in one batch, 5.3 s in four, 8.7 s in eight).
 _NUM_CHUNKS = 4
+MODES: Mapping[str, Callable[[Graph, Cluster], flow_pb2.ExecutionPlan]] = {
+    "temporal": temporal_plan,
+    "spatial": partial(spatial_plan, num_chunks=_NUM_CHUNKS),
+    "hybrid": partial(hybrid_plan, num_chunks=_NUM_CHUNKS),
+}
 
 
 class Planning(Protocol):
@@ -154,11 +159,11 @@ def fixed_plan(plan: str, graph: Graph, cluster: Cluster) -> flow_pb2.ExecutionP
     """Returns the plan of a mode's name or of a file. Raises CheckFailed when there is none that can run here."""
     try:
         if plan in MODES:
-            made = temporal_plan(graph, cluster) if plan == "temporal" else _side_by_side(graph, cluster)
+            made = MODES[plan](graph, cluster)
         elif Path(plan).is_file():
             made = load_plan(Path(plan))
         else:
-            raise CheckFailed([f"plan: got {plan!r}, want auto, temporal, spatial, or an existing file: correct it"])
+            raise CheckFailed([f"plan: got {plan!r}, want auto, {', '.join(MODES)}, or an existing file: correct it"])
         check_plan(graph, made, cluster)
     except PlanError as error:
         raise CheckFailed([f"plan={plan}: {reason}" for reason in error.reasons]) from None
@@ -173,7 +178,7 @@ def probes(graph: Graph, cluster: Cluster) -> list[flow_pb2.ExecutionPlan]:
     turns = temporal_plan(graph, cluster)
     plans = [turns, _in_chunks(graph, turns, _NUM_CHUNKS)]
     if len(cluster.devices) > 1:
-        plans += [_side_by_side(graph, cluster), spatial_plan(graph, cluster, num_chunks=_NUM_CHUNKS // 2)]
+        plans += [MODES["spatial"](graph, cluster), spatial_plan(graph, cluster, num_chunks=_NUM_CHUNKS // 2)]
     return plans
 
 
@@ -187,10 +192,6 @@ def _in_chunks(graph: Graph, plan: flow_pb2.ExecutionPlan, num_chunks: int) -> f
         if stage.kind == flow_pb2.STAGE_KIND_WORK:
             own.granularity = max(ranks[stage.group], -(-own.granularity // num_chunks))
     return finer
-
-
-def _side_by_side(graph: Graph, cluster: Cluster) -> flow_pb2.ExecutionPlan:
-    return spatial_plan(graph, cluster, num_chunks=_NUM_CHUNKS)
 
 
 def cluster_spec(cluster: Cluster) -> sched_pb2.ClusterSpec:

@@ -19,14 +19,15 @@ class StepView:
 
     step: int
     reward: float
-    tokens_per_s: float
+    rate: float
+    unit: str
     seconds: float
     stage_s: Mapping[str, float]
     note: str = ""
 
 
 class Progress:
-    """Shows step, reward, tokens/s, seconds per stage and the time left. A context manager."""
+    """Shows step, reward, throughput, seconds per stage and the time left. A context manager."""
 
     def __init__(self, num_steps: int, *, first_step: int = 1, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, emoji=False, soft_wrap=True)
@@ -78,7 +79,7 @@ class Progress:
         parts = [
             f"step {view.step}/{self._num_steps}",
             f"reward {view.reward:.3f}",
-            f"{view.tokens_per_s:.0f} tokens/s",
+            f"{view.rate:.0f} {view.unit}/s",
             f"{view.seconds:.2f} s ({stages})",
             f"left {_clock(self.seconds_left())}",
         ]
@@ -87,10 +88,11 @@ class Progress:
     def _table(self) -> Table:
         stages = list(dict.fromkeys(name for view in self._views for name in view.stage_s))
         table = Table(title=self._title(), title_justify="left", expand=False)
-        for column in ("step", "reward", "tokens/s", "seconds", *stages):
+        unit = next((view.unit for view in self._views), "items")
+        for column in ("step", "reward", f"{unit}/s", "seconds", *stages):
             table.add_column(column, justify="right")
         for view in self._views:
-            cells = [str(view.step), f"{view.reward:.3f}", f"{view.tokens_per_s:.0f}", f"{view.seconds:.2f}"]
+            cells = [str(view.step), f"{view.reward:.3f}", f"{view.rate:.0f}", f"{view.seconds:.2f}"]
             cells += [f"{view.stage_s[name]:.2f}" if name in view.stage_s else "" for name in stages]
             table.add_row(*cells)
         return table

@@ -89,6 +89,17 @@ class RunDirectory:
         """The page that shows it all."""
         return self.path / "report.html"
 
+    def write_film(self, step: int, film: bytes) -> None:
+        """Writes an animated WebP picture of the policy at `step`."""
+        folder = self.path / "films"
+        folder.mkdir(exist_ok=True)
+        replace_file(folder / f"step_{step:05d}.webp", film)
+
+    def read_films(self) -> dict[int, bytes]:
+        """Returns the written films by step."""
+        files = sorted((self.path / "films").glob("step_*.webp"))
+        return {int(file.stem.removeprefix("step_")): file.read_bytes() for file in files}
+
     def write_samples(self, step: int, rows: Sequence[Row]) -> None:
         """Writes the rollouts of one step, one JSON object a line."""
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

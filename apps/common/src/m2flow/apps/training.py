@@ -13,7 +13,7 @@ from pathlib import Path
 from m2flow.apps.app import Job, StepOutcome
 from m2flow.apps.checkpoint import ResumeState, write_checkpoint
 from m2flow.apps.config import TrainingConfig
-from m2flow.apps.metrics import MetricsLog
+from m2flow.apps.metrics import MetricsLog, spoken
 from m2flow.apps.planning import Planning, write_plan
 from m2flow.apps.progress import Progress, StepView
 from m2flow.apps.report import write_report
@@ -29,8 +29,7 @@ __all__ = ["Driver", "local_cluster", "traced"]
 
 def traced(job: Job, config: TrainingConfig, *, name: str) -> Graph:
     """Returns the graph of the job's macro flow. Starts nothing."""
-    items = config.prompts_per_step
-    return trace(job.program, job.groups, source_items=items, name=name, expansions=job.expansions)
+    return trace(job.program, job.groups, source_items=config.source_items, name=name, expansions=job.expansions)
 
 
 def local_cluster(config: TrainingConfig) -> Cluster:
@@ -103,12 +102,12 @@ class Driver:
         # Weights that were published before the iteration began are no part of it.
         spans = [span for span in result.timeline.spans if span.start_ns >= result.start_ns]
         stages = stage_seconds(spans, self.graph.order)
-        tokens_per_s = outcome.metrics["tokens"] / seconds
+        rate = outcome.volume / seconds
         metrics = {
             **outcome.metrics,
             **{f"timing_s/{stage}": value for stage, value in stages.items()},
             "timing_s/step": seconds,
-            "throughput/tokens_per_s": tokens_per_s,
+            f"throughput/{self.job.unit}_per_s": rate,
             "plan/measured_s": seconds,
             **{f"tombstones/{reason}": float(count) for reason, count in result.tombstones.items()},
         }
@@ -118,22 +117,19 @@ class Driver:
         self.run.write_samples(step, outcome.samples[: self.config.run.samples])
         reward = outcome.metrics["critic/score/mean"]
         predicted = "" if predicted_s is None else f"predicted {predicted_s:.2f} s"
-        self.progress.step(StepView(step, reward, tokens_per_s, seconds, stages, predicted))
-        if outcome.metrics["groups/all_equal"] == outcome.metrics["groups/count"]:
-            self.progress.say(
-                f"step {step}: warning: all samples of every prompt have equal rewards, so there is no signal to learn"
-                " from: choose an easier or harder task, or more samples_per_prompt"
-            )
+        self.progress.step(StepView(step, reward, rate, self.job.unit, seconds, stages, predicted))
+        if outcome.warning:
+            self.progress.say(f"step {step}: warning: {outcome.warning}")
 
     def _evaluate(self, runtime: Runtime, step: int) -> None:
         self.progress.doing("evaluating")
         began = time.perf_counter()
         with runtime.loaded(*self.job.evaluated_groups):
             metrics = dict(self.job.evaluate(runtime.groups, step))
+            if self.job.film is not None:
+                self.run.write_film(step, self.job.film(runtime.groups))
         self._log.write(step, {**metrics, "timing_s/evaluation": time.perf_counter() - began})
-        shown = ", ".join(
-            f"{name.removeprefix('eval/').replace('_', ' ')} {value:.3f}" for name, value in metrics.items()
-        )
+        shown = ", ".join(f"{spoken(name)} {value:.3f}" for name, value in metrics.items())
         self.progress.say(f"step {step}: held-out {shown}")
 
     def _checkpoint(self, runtime: Runtime, step: int) -> None:
@@ -141,7 +137,7 @@ class Driver:
         state = ResumeState(
             step=step,
             seed=self.config.seed,
-            prompts_drawn=step * self.config.prompts_per_step,
+            items_drawn=step * self.config.source_items,
             policy_version=step,
         )
         trainer = runtime.groups[self.job.trainer]

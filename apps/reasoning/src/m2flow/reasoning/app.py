@@ -8,6 +8,7 @@ from m2flow.apps.actor import ActorWorker
 from m2flow.apps.app import App, Job
 from m2flow.apps.evaluation import Evaluation
 from m2flow.apps.model import prepare_model
+from m2flow.apps.model_check import model_problems, room_problems
 from m2flow.apps.outcome import measure
 from m2flow.apps.reward import RewardWorker
 from m2flow.apps.rollout import RolloutWorker
@@ -99,4 +100,6 @@ APP: App[ReasoningConfig] = App(
     problems=lambda config: task_problems(config.task, config.task_options),
     prepare=lambda config: prepare_model(config.model.source, config.model.cache_dir),
     build=_build,
+    model_problems=model_problems,
+    room_problems=room_problems,
 )

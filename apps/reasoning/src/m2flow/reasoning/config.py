@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from m2flow.apps.config import TrainingConfig
+from m2flow.apps.language import LanguageModelConfig
 from m2flow.apps.parsing import setting
 
 __all__ = ["LossConfig", "ReasoningConfig", "SamplingConfig"]
@@ -29,7 +29,7 @@ class LossConfig:
 
 
 @dataclass(frozen=True)
-class ReasoningConfig(TrainingConfig):
+class ReasoningConfig(LanguageModelConfig):
     """One run of m2flow-reasoning."""
 
     task: str = setting(

@@ -108,7 +108,8 @@ class ChannelHost:
             entries = [_entry(connection, envelope) for envelope in request.put.items]
             index.put(caller, entries, wait=request.put.wait)
         elif kind == "get":
-            index.get(caller, _filter(request.get), request.get.weight)
+            at_least = request.get.at_least if request.get.HasField("at_least") else None
+            index.get(caller, _filter(request.get), request.get.weight, at_least)
         elif kind == "ack":
             index.ack(connection.session, request.ack.leases, give_back=request.ack.give_back)
         elif kind == "end":

@@ -81,7 +81,12 @@ class _Get:
     caller: Caller
     wanted: Filter
     weight: float
+    at_least: float | None
     ticket: int = 0
+
+    @property
+    def enough(self) -> float:
+        return self.weight if self.at_least is None else self.at_least
 
 
 @dataclass(slots=True)
@@ -155,8 +160,11 @@ class ChannelIndex:
         self._waiting.puts.append(_Put(caller, deque(entries)))
         self._admit()
 
-    def get(self, caller: Caller, wanted: Filter, weight: float) -> None:
-        """Leases entries of total `weight`, or the first one for 0, answered when they are there."""
+    def get(self, caller: Caller, wanted: Filter, weight: float, at_least: float | None = None) -> None:
+        """Leases entries of total `weight`, or the first one for 0, answered when they are there.
+
+        With `at_least` the answer comes as soon as so much is there, for 0 at once, and has what is there by then.
+        """
         if caller.member not in self.members.consumers:
             caller.answer((), self._not_a("consumer", caller.member, self.members.consumers))
             return
@@ -164,7 +172,7 @@ class ChannelIndex:
         state.lost = state.closed = False
         if self._by_key:
             wanted = wanted._replace(route=caller.member)
-        get = _Get(caller, wanted, weight)
+        get = _Get(caller, wanted, weight, at_least)
         if self._serve(get):
             self._admit()
         else:
@@ -383,10 +391,11 @@ class ChannelIndex:
         view = self._queue.view(get.wanted)
         if view is None:
             refusal = self._nothing_comes(get.wanted.iteration)
-            if refusal is not None:
-                get.caller.answer((), refusal)
-            return refusal is not None
-        if view.weight < get.weight * (1 - _SLACK) and not self._flushes(view, get.wanted):
+            if refusal is None and get.at_least != 0:
+                return False
+            get.caller.answer((), refusal)
+            return True
+        if view.weight < get.enough * (1 - _SLACK) and not self._flushes(view, get.wanted):
             return False
         entries = _prefix(view, get.weight)
         held = self._leases.setdefault(get.caller.session, {})

@@ -136,16 +136,26 @@ class Channel:
         return self._ask_get(0.0, key, iteration).wait(timeout_s)[0]
 
     def get_batch(
-        self, weight: float, *, key: str | None = None, iteration: int | None = None, timeout_s: float | None = None
+        self,
+        weight: float,
+        *,
+        at_least: float | None = None,
+        key: str | None = None,
+        iteration: int | None = None,
+        timeout_s: float | None = None,
     ) -> list[Lease]:
         """Takes items of total weight `weight`, in order. Blocks until so much is there, or no more can come.
 
-        Never more than `weight`, unless the first alone is heavier. Less when every producer has ended the iteration or
-        closed, when one died, or when the channel is full and cannot hold as much. Raises what `get` raises.
+        With `at_least` it waits only for so much, and takes what is there by then; 0 does not wait, and may take
+        nothing. Never more than `weight`, unless the first alone is heavier. Less when every producer has ended the
+        iteration or closed, when one died, or when the channel is full and cannot hold as much. Raises what `get`
+        raises.
         """
         if not weight > 0:
             raise ValueError(f"get_batch: got weight {weight}, want more than 0: get takes one item")
-        return self._ask_get(weight, key, iteration).wait(timeout_s)
+        if at_least is not None and not 0 <= at_least <= weight:
+            raise ValueError(f"get_batch: got at_least {at_least}, want 0 to the weight {weight}")
+        return self._ask_get(weight, key, iteration, at_least).wait(timeout_s)
 
     async def aget(self, *, key: str | None = None, iteration: int | None = None) -> Lease:
         """Like `get`, without blocking the event loop; cancelled, it loses no item."""
@@ -191,8 +201,8 @@ class Channel:
         request.channel = self.name
         return Asked(self.name, self._connect(self.host), request, key, iteration)
 
-    def _ask_get(self, weight: float, key: str | None, iteration: int | None) -> Asked:
-        get = comm_pb2.GetRequest(key=key, iteration=iteration, weight=weight)
+    def _ask_get(self, weight: float, key: str | None, iteration: int | None, at_least: float | None = None) -> Asked:
+        get = comm_pb2.GetRequest(key=key, iteration=iteration, weight=weight, at_least=at_least)
         return self._ask(comm_pb2.ChannelRequest(get=get), key, iteration)
 
     def _ask_put(self, encoded: list[tuple[Put, Encoded]], timeout_s: float | None, *, wait: bool) -> Asked:

@@ -4,7 +4,7 @@ from m2flow.flow.checking import check_plan
 from m2flow.flow.errors import FlowError, GraphError, PlanError, RunError, RunStopped, TraceError
 from m2flow.flow.graph import Graph
 from m2flow.flow.microflow import MicroFlow
-from m2flow.flow.modes import spatial_plan, temporal_plan
+from m2flow.flow.modes import hybrid_plan, spatial_plan, temporal_plan
 from m2flow.flow.passes import PASSES, lower
 from m2flow.flow.pending import Pending
 from m2flow.flow.planning import Planner, load_plan, save_plan
@@ -37,6 +37,7 @@ __all__ = [
     "account_table",
     "check_plan",
     "chrome_trace",
+    "hybrid_plan",
     "load_plan",
     "lower",
     "save_plan",

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from m2flow.comm import Channel, IterationEnded, Lease, PeerLostError, TimeoutError_
+from m2flow.comm import Channel, IterationEnded, Lease, PeerLostError
 from m2flow.flow._mail import ENTERED, parse_id
 from m2flow.flow.glue import Glue, Quota
 from m2flow.flow.microflow import MicroFlow, MicroStage, Op
@@ -30,6 +30,14 @@ class Chunk:
     leases: list[Lease] = field(default_factory=list)
     rounds: dict[tuple[int, ...], int] = field(default_factory=dict)
     inputs: list[str] = field(default_factory=list)
+
+    def absorb(self, other: "Chunk") -> None:
+        """Takes another chunk in."""
+        self.items = sorted([*self.items, *other.items], key=lambda item: item.seq)
+        self.dead += other.dead
+        self.leases += other.leases
+        self.rounds |= other.rounds
+        self.inputs += other.inputs
 
     def round_of(self, item: Item) -> int:
         """The round of the input that an output comes of: the one whose place its own place starts with."""
@@ -76,12 +84,19 @@ class Inbox:
     def next(self, *, timeout_s: float | None = None) -> Chunk | None:
         """The next chunk, or None when the iteration has ended. Blocks; raises TimeoutError_ after `timeout_s`."""
         while True:
-            if self._stage.inbox.feedback and not self._entering and not self._live and not self._ready:
-                self._finish()
-            chunk = self._cut()
+            self._end_empty_loop()
+            chunk = self._cut(self._stage.share)
             if chunk is not None or self.ended:
                 return chunk
-            self._pull(timeout_s)
+            self._pull(self._stage.share, timeout_s)
+
+    def arrived(self, most: int) -> Chunk | None:
+        """What there is for an eager stage now, up to `most` items; None where there is nothing. Does not wait."""
+        most = min(most, self._stage.share)
+        self._end_empty_loop()
+        if most > self._num_ready() and not self.ended:
+            self._pull(most, None, wait=False)
+        return self._cut(most)
 
     def ack(self, chunk: Chunk) -> None:
         """Commits a chunk, after its outputs were put."""
@@ -95,41 +110,27 @@ class Inbox:
         if rest:
             self._channel.ack(rest)
 
-    def _pull(self, timeout_s: float | None) -> None:
-        share = self._stage.share
+    def _pull(self, most: int, timeout_s: float | None, *, wait: bool = True) -> None:
+        """Takes from the channel what brings no more than `most` items."""
+        missing = most - self._num_ready()
+        if self._stage.eager:  # what has arrived is enough: nobody knows whether more will come
+            demand, at_least = missing, int(wait)
+        else:
+            demand = at_least = self._glue.demand(missing)
         try:
-            if self._stage.eager:
-                leases = self._get(1, timeout_s)
-                leases += self._there(share - self._num_ready() - len(leases))
-            else:
-                leases = self._get(self._glue.demand(share - self._num_ready()), timeout_s)
+            leases = self._channel.get_batch(
+                demand, at_least=at_least, key=self._key, iteration=self._iteration, timeout_s=timeout_s
+            )
         except IterationEnded:
             self._finish()
             return
         except PeerLostError as lost:
             if not self._flow.comes_back(lost.peer):
                 raise
-            time.sleep(_RESTART_S)
+            time.sleep(_RESTART_S if wait else 0.0)
             return
         for lease in leases:
             self._take(lease)
-
-    def _there(self, most: int) -> list[Lease]:
-        """What is there already, up to so many, without waiting for more: asked for by halves."""
-        found: list[Lease] = []
-        want = most
-        while want > 0:
-            try:
-                got = self._get(want, 0.0)
-            except (TimeoutError_, IterationEnded, PeerLostError):
-                want //= 2
-                continue
-            found += got
-            want = min(want, most - len(found))
-        return found
-
-    def _get(self, weight: float, timeout_s: float | None) -> list[Lease]:
-        return self._channel.get_batch(weight, key=self._key, iteration=self._iteration, timeout_s=timeout_s)
 
     def _take(self, lease: Lease) -> None:
         item: Item = lease.item
@@ -147,6 +148,10 @@ class Inbox:
             self._live += 1
         self._sort(made)
 
+    def _end_empty_loop(self) -> None:
+        if self._stage.inbox.feedback and not self._entering and not self._live and not self._ready:
+            self._finish()
+
     def _finish(self) -> None:
         self._sort(self._glue.finish())
         self._ready.extend(self._order.finish())
@@ -162,10 +167,10 @@ class Inbox:
             return len(self._ready)
         return sum(not item.tombstone for item in self._ready)
 
-    def _cut(self) -> Chunk | None:
-        share = self._stage.share
+    def _cut(self, most: int) -> Chunk | None:
+        """A chunk of what is ready, where that is enough for one."""
         count = self._num_ready()
-        full = count >= share or self.ended or (self._stage.eager and count > 0)
+        full = count >= most or self.ended or (self._stage.eager and count > 0)
         if not self._ready:
             return None
         if not full:
@@ -176,7 +181,7 @@ class Inbox:
             return self._chunk([], dead) if dead else None
         items: list[Item] = []
         dead = []
-        while self._ready and len(items) + (len(dead) if self._stage.inbox.window else 0) < share:
+        while self._ready and len(items) + (len(dead) if self._stage.inbox.window else 0) < most:
             item = self._ready.popleft()
             (dead if item.tombstone else items).append(item)
         return self._chunk(items, dead)

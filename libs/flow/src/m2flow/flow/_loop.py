@@ -6,11 +6,14 @@ take a chunk -> have the weights -> take the turn -> load -> run -> put outputs 
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 
 from m2flow.comm import Channel, IterationEnded, TimeoutError_
 from m2flow.flow._inbox import Chunk, Inbox
 from m2flow.flow._mail import gate_channel, inbox_channel
 from m2flow.flow._outlet import Outlet
+from m2flow.flow._pull import Pull
 from m2flow.flow._rendezvous import Rendezvous
 from m2flow.flow._sender import Sender
 from m2flow.flow._spans import num_tokens
@@ -18,7 +21,7 @@ from m2flow.flow._unit import Unit
 from m2flow.flow.errors import RunError
 from m2flow.flow.microflow import DRIVER, MicroFlow, MicroStage
 from m2flow.proto.flow.v1 import flow_pb2 as pb
-from m2flow.worker import Item
+from m2flow.worker import Item, pulls
 
 # The reason of a tombstone for an episode whose process died.
 DIED = "died"
@@ -36,6 +39,10 @@ class StageLoop:
     def __init__(
         self, flow: MicroFlow, stage: MicroStage, unit: Unit, iteration: int, rendezvous: Rendezvous | None
     ) -> None:
+        self._method = getattr(unit.worker, stage.method)
+        self._pulls = pulls(self._method)
+        # Whoever pulls wants what has arrived, and batches it by itself.
+        stage = replace(stage, eager=stage.eager or self._pulls)
         self._flow = flow
         self._stage = stage
         self._group = flow.group(stage.group)
@@ -82,10 +89,15 @@ class StageLoop:
                 self._unit.residence.await_entry(follower.name, self._iteration, _HAND_OVER_S)
 
     def _next(self) -> Chunk | None:
-        if self._held:
+        if self._held and self._stage.eager:
+            # In a loop, what comes next waits for others who may need these devices.
+            chunk = self._inbox.arrived(self._stage.share)
+            if chunk is not None or self._inbox.ended:
+                return chunk
+            self._leave()
+        elif self._held:
             try:
-                # In a loop, what comes next waits for others who may need these devices.
-                return self._inbox.next(timeout_s=0.0 if self._stage.eager else _GRACE_S)
+                return self._inbox.next(timeout_s=_GRACE_S)
             except TimeoutError_:
                 self._leave()
         with self._unit.recorder.span(pb.SPAN_KIND_WAIT_INPUT, self._stage.name, self._iteration):
@@ -101,8 +113,7 @@ class StageLoop:
 
     def _drop_orphans(self, chunk: Chunk) -> None:
         """Turns items whose episodes died with the process before this one into tombstones."""
-        others = [s for s in self._flow.stages_of(self._group.name) if s.kind == "work" and not s.eager]
-        enters = not self._stage.eager or not others
+        enters = self._flow.is_entry(self._stage)
         rounds = [chunk.round_of(item) for item in chunk.items]
         lost = self._unit.orphans.among(self._iteration, chunk.items, rounds, enters=enters)
         if lost:
@@ -112,6 +123,8 @@ class StageLoop:
     def _step(self, chunk: Chunk) -> None:
         if not self._held:
             self._enter()
+            if self._stage.eager and self._stage.locked:  # more may have arrived while others had their turn
+                self._extend(chunk, self._stage.share - len(chunk.items))
         sender = Sender(self._unit.sender, lambda items: self._put(items, chunk))
         self._run(chunk, sender)
         self._flush(sender)
@@ -151,12 +164,34 @@ class StageLoop:
         self._num_chunks += 1
         name, unit = self._stage.name, self._unit
         with unit.running(name, self._iteration) as span:
-            made = getattr(unit.worker, self._stage.method)(list(chunk.items))
-            outputs = sender.send(self._checked(made))
+            outputs = sender.send(
+                self._pulled(chunk) if self._pulls else self._checked(self._method(list(chunk.items)))
+            )
             span.items = len(chunk.items)
             span.tokens = max(num_tokens(chunk.items), num_tokens(outputs))
             span.inputs.extend(chunk.inputs)
             span.outputs.extend(f"{name}|{item.id}" for item in outputs)
+
+    def _pulled(self, chunk: Chunk) -> Iterator[Item]:
+        """Lets the stage pull; yields what it gives and the tombstones that pass it by."""
+        inbox = Pull(chunk.items, partial(self._extend, chunk))
+        for item in self._checked(self._method(inbox)):
+            yield item
+            dead, chunk.dead = chunk.dead, []
+            yield from dead
+        if inbox.num_left:
+            raise RunError(
+                f"{self._stage.name}: the stage returned and left {inbox.num_left} items, want it to take all"
+            )
+
+    def _extend(self, chunk: Chunk, most: int) -> list[Item]:
+        """Adds to a chunk what has arrived since, up to `most` items; returns those."""
+        extra = self._inbox.arrived(most) if most > 0 else None
+        if extra is None:
+            return []
+        self._drop_orphans(extra)
+        chunk.absorb(extra)
+        return extra.items
 
     def _flush(self, sender: Sender) -> None:
         """Waits until the outputs have been put; gives the turn up where they find no room."""

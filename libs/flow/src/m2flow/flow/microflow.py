@@ -133,6 +133,17 @@ class MicroFlow:
         """The stages whose inbox a stage puts into."""
         return tuple(stage for stage in self.stages if producer in stage.inbox.ports)
 
+    def is_entry(self, stage: MicroStage) -> bool:
+        """Whether items come to the stage's group by this stage first: none of the group's others is on their way."""
+        before: set[str] = set()
+        frontier = [stage]
+        while frontier:
+            inbox = frontier.pop().inbox
+            fresh = set(inbox.ports) - set(inbox.feedback) - before
+            before |= fresh
+            frontier += [self.stage(name) for name in fresh]
+        return all(self.stage(name).group != stage.group for name in before)
+
     def endpoints(self, stage: str) -> tuple[str, ...]:
         """The names of the processes that run a stage: "rollout.0" ..., or the driver."""
         group = self.stage(stage).group

@@ -26,21 +26,46 @@ def spatial_plan(
     told). With fewer devices than groups, the first groups have one each and the rest take turns on the last.
     Raises PlanError where a group's kind of device is not there.
     """
-    if num_chunks < 1:
-        raise PlanError([f"spatial plan: got num_chunks={num_chunks}, want at least 1"])
     if unknown := set(weights or {}) - set(graph.groups):
         raise PlanError([f"spatial plan: weights name {sorted(unknown)}, want some of {', '.join(graph.groups)}"])
+    placed = _side_by_side(graph, cluster, _in_order(graph), weights or {})
+    return _plan(graph, placed, _chunks(graph, placed, num_chunks), "spatial")
+
+
+def hybrid_plan(graph: Graph, cluster: Cluster, *, num_chunks: int = 8) -> pb.ExecutionPlan:
+    """What makes samples side by side, as in a spatial plan; what learns from them and publishes, on all devices after.
+
+    The learners and the others take turns. Raises PlanError where a group's kind of device is not there.
+    """
+    learners = {stage.group for stage in graph.kinds(pb.STAGE_KIND_PUBLISH)}
+    makers = [name for name in _in_order(graph) if name not in learners]
+    placed = _side_by_side(graph, cluster, makers, {})
+    chunks = _chunks(graph, placed, num_chunks)
+    placed |= {name: _all_devices(graph, cluster, name) for name in _in_order(graph) if name in learners}
+    return _plan(graph, placed, chunks, "hybrid")
+
+
+def _side_by_side(
+    graph: Graph, cluster: Cluster, names: Sequence[str], weights: Mapping[str, float]
+) -> dict[str, list[int]]:
     placed: dict[str, list[int]] = {}
-    for kind in dict.fromkeys(group.device_kind for group in graph.groups.values()):
-        names = [name for name in _in_order(graph) if graph.groups[name].device_kind == kind]
-        placed |= _dealt(graph, cluster, names, weights or {})
+    for kind in dict.fromkeys(graph.groups[name].device_kind for name in names):
+        alike = [name for name in names if graph.groups[name].device_kind == kind]
+        placed |= _dealt(graph, cluster, alike, weights)
+    return placed
+
+
+def _chunks(graph: Graph, placed: Mapping[str, list[int]], num_chunks: int) -> dict[str, int]:
+    """The granularity of each stage of the placed groups."""
+    if num_chunks < 1:
+        raise PlanError([f"plan: got num_chunks={num_chunks}, want at least 1"])
     granularity = {}
-    for stage in graph.kinds(pb.STAGE_KIND_WORK):
+    for stage in (stage for stage in graph.kinds(pb.STAGE_KIND_WORK) if stage.group in placed):
         width = graph.groups[stage.group].devices_per_rank or len(placed[stage.group])
         num_ranks = len(placed[stage.group]) // width
         volume = graph.volume(stage.name)
         granularity[stage.name] = min(volume, max(num_ranks, -(-volume // num_chunks)))
-    return _plan(graph, placed, granularity, "spatial")
+    return granularity
 
 
 def _in_order(graph: Graph) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from m2flow.worker import Item, Worker, stage
+from m2flow.worker import Inbox, Item, Worker, stage
 
 _WIDTH = 8
 
@@ -212,7 +212,8 @@ class SyntheticReference(Worker):
 class SyntheticEnvironment(Worker):
     """Episodes of 2 to `length` steps, `seconds` each step for a whole batch. An episode lives on one rank.
 
-    With `die_at` rank 0 kills itself in the second step of that iteration, the first time that it is started.
+    Rank 0 takes `slow_s` longer. With `die_at` it kills itself in the second step of that iteration, the first time
+    that it is started.
     """
 
     on_death: ClassVar[Literal["retry", "drop", "stop"]] = "drop"
@@ -230,7 +231,8 @@ class SyntheticEnvironment(Worker):
     @stage
     def step(self, items: list[Item]) -> list[Item]:
         """Takes each episode's action."""
-        time.sleep(float(self.config.get("seconds", 0.0)))
+        slow_s = 0.0 if self.context.rank else float(self.config.get("slow_s", 0.0))
+        time.sleep(float(self.config.get("seconds", 0.0)) + slow_s)
         stepped = [self._step(item) for item in items]
         dies = not self.context.rank and not self.context.attempt and items[0].iteration == self.config.get("die_at")
         if dies and max(self._steps.values()) > 1:
@@ -251,7 +253,35 @@ class SyntheticPolicy(Worker):
     def act(self, items: list[Item]) -> list[Item]:
         """Each episode with an action."""
         time.sleep(float(self.config.get("seconds", 0.0)))
-        return [item.with_fields(action=round(float(item.fields["observation"]) * 0.5 + 1.0, 6)) for item in items]
+        return [_acted(item) for item in items]
+
+
+class SyntheticEngine(Worker):
+    """Acts as `SyntheticPolicy` does, as an engine that batches continuously: up to `lanes` turns side by side, each
+    of 1 to `length` steps, `seconds` a step. With `forgets` it returns with an item left."""
+
+    @stage
+    def act(self, inbox: Inbox) -> Iterator[Item]:
+        """Each episode with an action, the shortest turns first."""
+        lanes, length = int(self.config.get("lanes", 4)), int(self.config.get("length", 3))
+        if self.config.get("forgets"):
+            return
+        running: dict[str, tuple[Item, int]] = {}
+        while True:
+            for item in inbox.take(lanes - len(running)):
+                steps = 1 + int(noise(*item.seq, len(item.fields["actions"])) * length)
+                running[item.id] = item, steps
+            if not running:
+                return
+            time.sleep(float(self.config.get("seconds", 0.0)))
+            running = {name: (item, steps - 1) for name, (item, steps) in running.items()}
+            for item in [item for item, steps in running.values() if not steps]:
+                del running[item.id]
+                yield _acted(item)
+
+
+def _acted(item: Item) -> Item:
+    return item.with_fields(action=round(float(item.fields["observation"]) * 0.5 + 1.0, 6))
 
 
 def _with_members(group: Item, name: str, value: Callable[[Item], float]) -> Item:

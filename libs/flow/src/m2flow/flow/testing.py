@@ -7,6 +7,7 @@ from m2flow.flow.stream import Stream
 from m2flow.flow.synthetic import (
     SyntheticActor,
     SyntheticCritic,
+    SyntheticEngine,
     SyntheticEnvironment,
     SyntheticPolicy,
     SyntheticReference,
@@ -20,6 +21,7 @@ __all__ = [
     "FakeSpec",
     "SyntheticActor",
     "SyntheticCritic",
+    "SyntheticEngine",
     "SyntheticEnvironment",
     "SyntheticPolicy",
     "SyntheticReference",

@@ -25,7 +25,7 @@ from m2flow.worker.placement import Placement, parse_placement
 from m2flow.worker.residency import claim_memory
 from m2flow.worker.session import Session
 from m2flow.worker.spec import GroupSpec, MethodRef
-from m2flow.worker.stage import stage, stage_names
+from m2flow.worker.stage import Inbox, pulls, stage, stage_names
 from m2flow.worker.target import resolve_target, target_of
 from m2flow.worker.turns import DeviceLock, LockServer
 
@@ -40,6 +40,7 @@ __all__ = [
     "DeviceLock",
     "Group",
     "GroupSpec",
+    "Inbox",
     "Item",
     "LaunchError",
     "LockServer",
@@ -61,6 +62,7 @@ __all__ = [
     "launch",
     "launch_run",
     "parse_placement",
+    "pulls",
     "resolve_target",
     "stage",
     "stage_names",

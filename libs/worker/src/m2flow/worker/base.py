@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from m2flow.worker.spec import GroupSpec, group_name, method_names
-from m2flow.worker.stage import stage_names
+from m2flow.worker.stage import pulls, stage_names
 from m2flow.worker.target import target_of
 
 if TYPE_CHECKING:
@@ -59,14 +59,19 @@ class Worker:
         `config` is a payload tree, given to every rank. `name` is the class's name in snake case, without "worker",
         unless given. Each rank takes `devices_per_rank` devices of `device_kind`; None means that one rank takes the
         group's whole placement. `max_devices` 0 is without bound. Raises ValueError on a name or a number that cannot
-        be.
+        be, and where ranks that move in step would pull from an inbox each for itself.
         """
+        stages = stage_names(cls)
+        if pulling := [name for name in stages if cls.in_step and pulls(getattr(cls, name))]:
+            raise ValueError(
+                f"{cls.__name__}.{pulling[0]} takes an inbox, and its ranks move in step: let it take a list of items"
+            )
         return GroupSpec(
             name=group_name(cls.__name__) if name is None else name,
             target=target_of(cls),
             config=config,
             methods=method_names(cls),
-            stages=stage_names(cls),
+            stages=stages,
             device_kind=device_kind,
             devices_per_rank=devices_per_rank,
             min_devices=min_devices,

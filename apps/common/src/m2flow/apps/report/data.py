@@ -35,6 +35,7 @@ class RunData:
     plan: Mapping[str, object]
     explanation: str
     samples: Mapping[int, Sequence[Mapping[str, object]]]
+    films: Mapping[int, bytes]
 
     def series(self, metric: str) -> list[tuple[float, float]]:
         """Returns (step, value) for every row that has a number under this name."""
@@ -44,6 +45,10 @@ class RunData:
     def names(self, prefix: str) -> list[str]:
         """Returns the metrics that begin so, in order of appearance."""
         return list(dict.fromkeys(name for row in self.metrics for name in row if name.startswith(prefix)))
+
+    def all_series(self, prefix: str) -> dict[str, list[tuple[float, float]]]:
+        """Returns `series` of each metric that begins so and has numbers, by its name."""
+        return {name: points for name in self.names(prefix) if (points := self.series(name))}
 
 
 def load_run(run: RunDirectory) -> RunData:
@@ -58,6 +63,7 @@ def load_run(run: RunDirectory) -> RunData:
         plan=_read_json(run, "plan.json"),
         explanation=run.explanation.read_text(encoding="utf-8") if run.explanation.exists() else "",
         samples=run.read_samples(),
+        films=run.read_films(),
     )
 
 

@@ -1,10 +1,12 @@
 """The page: sections of the run's data, with style and script inside it and nothing loaded from elsewhere."""
 
+from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
 from m2flow.apps.atomic import replace_file
+from m2flow.apps.metrics import spoken
 from m2flow.apps.report.charts import line_chart, stacked_bars
 from m2flow.apps.report.data import RunData, load_run
 from m2flow.apps.report.timeline import idle_table, timeline_charts
@@ -23,7 +25,8 @@ def render_page(data: RunData) -> str:
     sections = [
         ("summary", "Summary", _summary(data)),
         ("reward-curve", "Reward", _reward(data)),
-        ("evaluation", "Held-out accuracy", _evaluation(data)),
+        ("evaluation", "Held out", _evaluation(data)),
+        *([("films", "The policy at work", _films(data))] if data.films else []),
         ("stage-times", "Seconds per stage", _stage_times(data)),
         ("prediction", "Predicted and measured seconds", _prediction(data)),
         ("timeline", "Timeline", timeline_charts(data.spans)),
@@ -51,21 +54,20 @@ def _asset(name: str) -> str:
 
 
 def _summary(data: RunData) -> str:
-    rewards, greedy = data.series("critic/score/mean"), data.series("eval/greedy_accuracy")
-    seconds, tokens = data.series("timing_s/step"), data.series("throughput/tokens_per_s")
+    rewards, seconds = data.series("critic/score/mean"), data.series("timing_s/step")
     rows = []
     if rewards:
         last = [value for _, value in rewards[-5:]]
         rows.append(("steps", f"{rewards[-1][0]:g}"))
         rows.append(("mean reward, first step", f"{rewards[0][1]:.3f}"))
         rows.append((f"mean reward, last {len(last)} steps", f"{sum(last) / len(last):.3f}"))
-    if greedy:
-        rows.append(("held-out greedy accuracy, before", f"{greedy[0][1]:.3f}"))
-        rows.append(("held-out greedy accuracy, after", f"{greedy[-1][1]:.3f}"))
+    for name, values in data.all_series("eval/").items():
+        rows.append((f"held-out {spoken(name)}, before", f"{values[0][1]:.3f}"))
+        rows.append((f"held-out {spoken(name)}, after", f"{values[-1][1]:.3f}"))
     if seconds:
         rows.append(("seconds per step, mean", f"{sum(value for _, value in seconds) / len(seconds):.2f}"))
-    if tokens:
-        rows.append(("tokens per second, mean", f"{sum(value for _, value in tokens) / len(tokens):.0f}"))
+    for name, values in data.all_series("throughput/").items():
+        rows.append((f"{spoken(name)}, mean", f"{sum(value for _, value in values) / len(values):.0f}"))
     return _table(("", ""), rows)
 
 
@@ -75,9 +77,20 @@ def _reward(data: RunData) -> str:
 
 
 def _evaluation(data: RunData) -> str:
-    names = {"greedy": "eval/greedy_accuracy", "sampled": "eval/sampled_accuracy"}
-    series = {label: points for label, name in names.items() if (points := data.series(name))}
-    return line_chart(series, x_label="step", y_label="accuracy", y_max=1.0) if series else ""
+    series = {spoken(name): points for name, points in data.all_series("eval/").items()}
+    shares = all(0 <= value <= 1 for points in series.values() for _, value in points)
+    return line_chart(series, x_label="step", y_label="held out", y_max=1.0 if shares else None) if series else ""
+
+
+def _films(data: RunData) -> str:
+    """The first and the last film, inside the page."""
+    steps = sorted(data.films)
+    return "".join(_film(step, data.films[step]) for step in dict.fromkeys((steps[0], steps[-1])))
+
+
+def _film(step: int, film: bytes) -> str:
+    address = f"data:image/webp;base64,{b64encode(film).decode('ascii')}"
+    return f'<figure><img src="{address}" alt="the policy at step {step}"><figcaption>Step {step}</figcaption></figure>'
 
 
 def _stage_times(data: RunData) -> str:
@@ -116,11 +129,11 @@ def _samples(data: RunData) -> str:
     steps = sorted(data.samples)
     parts = []
     for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
-        rows = [
-            tuple(str(sample.get(column, "")) for column in ("prompt", "completion", "answer", "reward"))
-            for sample in data.samples[step][:8]
-        ]
-        parts.append(f"<h3>Step {step}</h3>{_table(('prompt', 'completion', 'answer', 'reward'), rows)}")
+        shown = data.samples[step][:8]
+        columns = list(dict.fromkeys(name for sample in shown for name in sample))
+        rows = [tuple(str(sample.get(column, "")) for column in columns) for sample in shown]
+        header = [column.replace("_", " ") for column in columns]
+        parts.append(f"<h3>Step {step}</h3>{_table(header, rows)}")
     return "".join(parts)
 
 

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from m2flow.apps.app import App, Job, StepOutcome
-from m2flow.apps.config import TrainingConfig
+from m2flow.apps.language import LanguageModelConfig
+from m2flow.apps.model_check import model_problems, room_problems
 from m2flow.apps.parsing import setting
 from m2flow.flow import Flow, StageProxy, Stream
 from m2flow.flow.synthetic import SyntheticActor, SyntheticReward, SyntheticRollout
@@ -23,7 +24,7 @@ __all__ = ["TOY", "ToyActor", "ToyConfig"]
 
 
 @dataclass(frozen=True)
-class ToyConfig(TrainingConfig):
+class ToyConfig(LanguageModelConfig):
     """What the toy's workers sleep, and when its actor fails or dies."""
 
     generate_s: float = setting(0.0, "seconds that the rollout sleeps for a prompt", low=0)
@@ -104,7 +105,7 @@ def _measure(outputs: Sequence[Item]) -> StepOutcome:
         for item in outputs
         for reward in item.fields["rewards"]
     ]
-    return StepOutcome(metrics, rows)
+    return StepOutcome(metrics, rows, volume=metrics["tokens"])
 
 
 def _evaluate(groups: Mapping[str, WorkerGroup], step: int) -> Mapping[str, float]:
@@ -121,4 +122,6 @@ TOY: App[ToyConfig] = App(
     problems=lambda config: [],
     prepare=lambda config: Path(config.model.source),
     build=_build,
+    model_problems=model_problems,
+    room_problems=room_problems,
 )

@@ -139,14 +139,16 @@ class PutRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[Envelope, _Mapping]]] = ..., wait: bool = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("key", "iteration", "weight")
+    __slots__ = ("key", "iteration", "weight", "at_least")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ITERATION_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    AT_LEAST_FIELD_NUMBER: _ClassVar[int]
     key: str
     iteration: int
     weight: float
-    def __init__(self, key: _Optional[str] = ..., iteration: _Optional[int] = ..., weight: _Optional[float] = ...) -> None: ...
+    at_least: float
+    def __init__(self, key: _Optional[str] = ..., iteration: _Optional[int] = ..., weight: _Optional[float] = ..., at_least: _Optional[float] = ...) -> None: ...
 
 class AckRequest(_message.Message):
     __slots__ = ("leases", "give_back")

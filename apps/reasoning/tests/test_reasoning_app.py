@@ -4,6 +4,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+import yaml
 
 from m2flow.apps.config import load_config
 from m2flow.apps.training import traced
@@ -55,6 +56,21 @@ def test_the_same_step_has_the_same_prompts_and_another_step_others() -> None:
     )
     assert first == again
     assert first != second
+
+
+def test_one_number_of_the_measured_profile_flips_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Measured, taking turns is best; were training slow on two cores, each stage would have its own."""
+    cluster, profile = tmp_path / "cluster.yaml", tmp_path / "profile.yaml"
+    cluster.write_text("nodes: [{name: n, count: 1, devices: [{kind: cpu, count: 2}]}]\n")
+    measured = yaml.safe_load(APP.default_profile.read_text())
+    (whole,) = [s for s in measured["samples"] if s["stage"] == "actor.train" and (s["devices"], s["items"]) == (2, 16)]
+    chosen = []
+    for seconds in (whole["seconds"], 2.5):
+        whole["seconds"] = seconds
+        profile.write_text(yaml.safe_dump(measured))
+        assert main(["plan", "two_digit", "--cluster", str(cluster), "--profile", str(profile)]) == 0
+        chosen.append(capsys.readouterr().out.partition(":")[0])
+    assert chosen == ["Temporal", "Spatial"]
 
 
 def test_an_unknown_key_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

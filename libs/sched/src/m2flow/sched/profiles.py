@@ -23,7 +23,7 @@ def fold_spans(
     the busy seconds of its slowest rank in one call, and its highest peak. Items of a rank are what its span counts, so
     a call of the group is the ranks' calls side by side. A stage whose busy time is overlapped by half or more with
     another group's on other devices was measured beside it. Onload and offload become switch costs, a publish stage's
-    busy time, of the sender and then of the receiver, a sync cost: the median of the iterations in the timeline.
+    way from sender to receiver a sync cost: the median of the iterations in the timeline.
 
     Raises:
         InputError: a span names a stage that the graph does not have.
@@ -33,18 +33,21 @@ def fold_spans(
     stages = {s.name: s for s in graph.stages}
     devices = {g.group: len(g.device_ids) for g in plan.groups}
     busy: dict[tuple[str, int], list[flow_pb2.Span]] = {}
+    waits: dict[tuple[str, int], list[flow_pb2.Span]] = {}
     moves: dict[tuple[str, int], list[flow_pb2.Span]] = {}
     for span in timeline.spans:
         if span.stage not in stages and span.kind == flow_pb2.SPAN_KIND_BUSY:
             raise InputError(f"a span names stage {span.stage!r}, want one of {sorted(stages)}: fold it with its graph")
         if span.kind == flow_pb2.SPAN_KIND_BUSY:
             busy.setdefault((span.stage, span.iteration), []).append(span)
+        elif span.kind == flow_pb2.SPAN_KIND_WAIT_WEIGHTS:
+            waits.setdefault((span.stage, span.iteration), []).append(span)
         elif span.kind in (flow_pb2.SPAN_KIND_ONLOAD, flow_pb2.SPAN_KIND_OFFLOAD):
             moves.setdefault((span.group, span.kind), []).append(span)
     syncs: dict[str, list[float]] = {}
     for (stage, iteration), spans in sorted(busy.items(), key=lambda b: (b[0][1], b[0][0])):
         if stages[stage].kind == flow_pb2.STAGE_KIND_PUBLISH:
-            syncs.setdefault(stage, []).append(_sides_seconds(spans))
+            syncs.setdefault(stage, []).append(_sync_seconds(spans, waits.get((stage, iteration), [])))
             continue
         sample = _sample(stage, spans, devices.get(stages[stage].group, 0) or 1)
         if sample is not None:
@@ -117,12 +120,14 @@ def _sample(stage: str, spans: list[flow_pb2.Span], devices: int) -> sched_pb2.S
     )
 
 
-def _sides_seconds(spans: list[flow_pb2.Span]) -> float:
-    """The slowest rank of each group, one group after the other."""
+def _sync_seconds(spans: list[flow_pb2.Span], waits: list[flow_pb2.Span]) -> float:
+    """The slowest sender, then what receivers wait for (they fetch and check), then the slowest receiver."""
     sides: dict[str, int] = {}
     for span in spans:
         sides[span.group] = max(sides.get(span.group, 0), span.end_ns - span.start_ns)
-    return sum(sides.values()) / 1e9
+    sent = max((s.end_ns for s in spans if not waits or s.group != waits[0].group), default=0)
+    on_the_way = max((w.end_ns - sent for w in waits), default=0) if sent else 0
+    return (sum(sides.values()) + max(on_the_way, 0)) / 1e9
 
 
 def _neighbours(

@@ -1,6 +1,6 @@
 """Speed of the planner: CPU milliseconds of the search by devices, of 12 stages, of a simulation, of the import.
 
-    python libs/sched/bench/bench_sched.py [--json FILE]
+    python libs/sched/bench/bench_sched.py [--json FILE] [--plot FILE]
 
 CPU seconds (time.process_time), the least of several runs: a busy machine does not count.
 """
@@ -139,11 +139,31 @@ def simulated_plan() -> flow_pb2.ExecutionPlan:
     return chosen
 
 
+def plot(found: list[dict[str, object]], file: str) -> None:
+    """Draws the search's CPU milliseconds by devices, beside the paper's two figures."""
+    from matplotlib import pyplot
+
+    searches = {f"search, 3 stages, {devices} devices": devices for devices in TARGETS_MS}
+    own = [(searches[str(r["name"])], float(str(r["value"]))) for r in found if r["name"] in searches]
+    figure, axes = pyplot.subplots(figsize=(6, 3.5))
+    axes.loglog(*zip(*own, strict=True), "o-", label="m2flow-sched, exact (quantum 8; 1 on 8 devices, 16 on 16,384)")
+    axes.loglog(list(PAPER_S), [1e3 * s for s in PAPER_S.values()], "s--", label="arXiv 2509.15965, three nodes")
+    axes.set(xlabel="devices", ylabel="CPU ms of the search", title="Three stages")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", metavar="FILE")
-    file = parser.parse_args().json
+    parser.add_argument("--plot", metavar="FILE", help="an SVG or PNG of the growth with devices; needs matplotlib")
+    options = parser.parse_args()
+    file = options.json
     found = rows()
+    if options.plot:
+        plot(found, options.plot)
     for r in found:
         peer = f"   the paper / this: {r['ratio']}" if r["ratio"] else ""
         held = "ok" if r["holds"] else "MISSED"

@@ -133,7 +133,7 @@ def n_step(
     Differentiable in rewards and next_values. Raises: DtypeError, ShapeError, SettingError.
     Example: rewards [1, 2, 4], next_values [8, 8, 8], n 2, gamma 0.5, no end: [1 + 1 + 2, 2 + 2 + 2, 4 + 4] = [4, 6,
     8].
-    Source: Sutton and Barto, eq. 7.1; Barth-Maron et al. 2018 (D4PG, arXiv 1804.08617), section 3.
+    Source: Sutton and Barto, section 7.1; Barth-Maron et al. 2018 (D4PG, arXiv 1804.08617).
     """
     rewards, next_values = _check.tokens("n_step", mask, rewards=rewards, next_values=next_values)
     _check.at_least("n_step", "num_steps", num_steps, 1)

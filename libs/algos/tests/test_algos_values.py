@@ -59,6 +59,9 @@ def test_against_a_loop(batch: Callable[..., Batch], rows: int, steps: int, seed
         "clipped": values.clipped(x["values"], x["old_values"], x["returns"], x["mask"], clip=0.4, delta=delta),
     }
     torch.testing.assert_close(got, want)
+    if delta < float("inf"):
+        theirs = torch.nn.functional.huber_loss(x["values"], x["returns"], reduction="none", delta=delta)
+        torch.testing.assert_close(got["huber"], theirs * x["mask"])
 
 
 def test_cloning_by_hand() -> None:

@@ -1,6 +1,6 @@
 """Checks at the boundary of every public function: made once, of shapes and dtypes alone, so that compiling is easy."""
 
-from torch import Size, Tensor, bfloat16, bool, float16, float64, int8, int16, int32, int64, uint8
+from torch import Size, Tensor, bfloat16, bool, float16, float64, int8, int16, int32, int64, uint8, where
 
 from m2flow.algos.errors import DtypeError, SettingError, ShapeError
 
@@ -66,11 +66,10 @@ def tokens(function: str, mask: Tensor, **operands: Tensor) -> tuple[Tensor, ...
     Filling before the arithmetic keeps whatever lies in the padding, NaN included, out of values and gradients.
     """
     token_mask(function, mask)
-    outside = ~mask
     filled = []
     for name, x in operands.items():
         same_shape(function, name, x, "mask", mask)
-        filled.append(floating(function, name, x).masked_fill(outside, 0.0))
+        filled.append(where(mask, floating(function, name, x), 0.0))
     return tuple(filled)
 
 

@@ -225,7 +225,7 @@ def ray(session: nox.Session) -> None:
 def peers(session: nox.Session) -> None:
     """Agreement with public implementations of the same algorithms; verl without its dependencies."""
     algos = PACKAGES["algos"]
-    install(session, [algos], *algos.test_requires, *_group("peers"))
+    install(session, [algos], *algos.test_requires, *algos.groups["peers"])
     session.install("-q", "--no-deps", "verl==0.9.1")
     pytest(session, _folder(algos, "peers"), *session.posargs)
 
@@ -328,5 +328,5 @@ def bench(session: nox.Session) -> None:
     if not session.posargs or session.posargs[0] not in PACKAGES:
         session.error(f"got {session.posargs}, want one of {', '.join(PACKAGES)}, then perhaps --json FILE")
     package = PACKAGES[session.posargs[0]]
-    install(session, [package], *package.test_requires, *_group("bench"), extras=True)
+    install(session, [package], *package.test_requires, *package.groups.get("bench", ()), extras=True)
     session.run("python", "tools/bench.py", str(package.path), *session.posargs[1:])

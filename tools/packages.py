@@ -23,7 +23,7 @@ class Package:
     module: str
     requires: tuple[str, ...]
     extras: dict[str, tuple[str, ...]]
-    test_requires: tuple[str, ...]
+    groups: dict[str, tuple[str, ...]]
     visible_to: frozenset[str]
     facade_imports: frozenset[str]
     test_data: tuple[str, ...]
@@ -32,6 +32,10 @@ class Package:
     def name(self) -> str:
         """The last part of the module: `comm` for m2flow.comm."""
         return self.module.removeprefix("m2flow.")
+
+    @property
+    def test_requires(self) -> tuple[str, ...]:
+        return self.groups.get("test", ())
 
     @property
     def source(self) -> Path:
@@ -83,7 +87,7 @@ def _read(folder: Path) -> Package:
         module=f"m2flow.{modules[0]}",
         requires=tuple(project.get("dependencies", [])),
         extras={k: tuple(v) for k, v in project.get("optional-dependencies", {}).items()},
-        test_requires=tuple(document.get("dependency-groups", {}).get("test", [])),
+        groups={k: tuple(v) for k, v in document.get("dependency-groups", {}).items()},
         visible_to=frozenset(own["visible-to"]),
         facade_imports=frozenset(own["facade-imports"]),
         test_data=tuple(own.get("test-data", [])),

@@ -30,8 +30,13 @@ def row(name: str, value: float, unit: str, *, peer: str, peer_value: float, at_
 
 
 def machine() -> str:
-    """Return what it ran on."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    """Return what it ran on: the GPU, or the processor with what of it the arithmetic uses."""
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    else:
+        info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+        named = (line.partition(":")[2].strip() for line in info if line.startswith("model name"))
+        device = f"{next(named, platform.machine())} ({torch.backends.cpu.get_cpu_capability()})"
     return f"{device}, {torch.get_num_threads()} thread(s), torch {torch.__version__}"
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 from trl.experimental.gkd import GKDTrainer
+from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
-from m2flow.algos import advantages, aggregation, kl, logprobs, losses
+from m2flow.algos import advantages, aggregation, kl, logprobs, losses, shaping
 
 Batch = dict[str, Tensor]
 Close = Callable[[Tensor, Tensor], None]
@@ -142,6 +143,13 @@ def test_distillation(batch: Batch, close: Close) -> None:
             grads.append([loss, torch.autograd.grad(loss, leaf)[0]])
         for mine, other in zip(*grads, strict=True):
             close(mine, other)
+
+
+def test_overlong(batch: Batch, close: Close) -> None:
+    lengths = batch["mask"].sum(1)
+    theirs = get_soft_overlong_punishment(max_completion_len=8, soft_punish_cache=5)
+    want = theirs([[0] * n for n in lengths.tolist()])
+    close(shaping.overlong(lengths, max_length=8, buffer_length=5), torch.tensor(want))
 
 
 def test_group_advantages_by_trls_formula(batch: Batch, close: Close) -> None:

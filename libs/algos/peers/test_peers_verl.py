@@ -203,11 +203,55 @@ def test_policy_losses(name: str, batch: Batch, close: Close) -> None:
         close(mine, other)
 
 
+def test_reinforce(batch: Batch, close: Close) -> None:
+    ours = our_loss(lambda new, old, adv, mask: losses.reinforce(new, adv, mask), batch)
+
+    def theirs(old_log_prob: Tensor, **given: object) -> tuple[Tensor, dict[str, float]]:
+        return core_algos.compute_policy_loss_reinforce(rollout_log_prob=old_log_prob, **given)
+
+    for mine, other in zip(ours, verl_loss(theirs, batch), strict=True):
+        close(mine, other)
+
+
+def test_decoupled_ppo(batch: Batch, close: Close) -> None:
+    """verl's PPO loss with rollout weights, its dual clip out of reach."""
+    old, rollout = batch["old_logprobs"], batch["rollout_logprobs"]
+    weights = (old - rollout).exp().clamp_max(1.2)
+
+    def theirs(**given: object) -> tuple[Tensor, dict[str, float]]:
+        return core_algos.compute_policy_loss_vanilla(rollout_is_weights=weights, **given)
+
+    def mine(new: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
+        return losses.decoupled_ppo(new, old, rollout, adv, mask, **CLIP, max_weight=1.2)
+
+    for ours, other in zip(our_loss(mine, batch), verl_loss(theirs, batch, clip_ratio_c=1e9), strict=True):
+        close(ours, other)
+
+
+def test_policy_metrics(batch: Batch) -> None:
+    got = metrics.policy(*(batch[k] for k in ("logprobs", "old_logprobs", "advantages", "mask")), **CLIP)
+    _, want = core_algos.compute_policy_loss_vanilla(
+        old_log_prob=batch["old_logprobs"],
+        log_prob=batch["logprobs"],
+        advantages=batch["advantages"],
+        response_mask=batch["mask"].double(),
+        config=actor(),
+    )
+    for name in ("actor/ppo_kl", "actor/pg_clipfrac"):
+        assert got[name].item() == pytest.approx(want[name], rel=1e-6)
+
+
 @pytest.mark.parametrize(("ours", "name"), [(kl.k1, "kl"), (kl.k2, "mse"), (kl.k3, "low_var_kl"), (kl.absolute, "abs")])
 def test_kl(ours: Callable[..., Tensor], name: str, batch: Batch, close: Close) -> None:
     mask = batch["mask"]
     got = ours(batch["logprobs"], batch["ref_logprobs"], mask)
     close(got[mask], core_algos.kl_penalty_forward(batch["logprobs"], batch["ref_logprobs"], name)[mask])
+
+
+def test_kl_in_the_reward(batch: Batch, close: Close) -> None:
+    mask, pair = batch["mask"], (batch["old_logprobs"], batch["ref_logprobs"])
+    got = kl.in_reward(batch["rewards"], kl.k1(*pair, mask), mask, coef=0.1)
+    close(got, core_algos.compute_rewards(batch["rewards"], *pair, 0.1) * mask)
 
 
 def test_k3_difference_verl_cuts_it_at_ten() -> None:
@@ -238,12 +282,24 @@ def test_corrections(level: corrections.Level, batch: Batch, close: Close) -> No
         close(corrections.icepop(*pair, mask, min_weight=0.8, max_weight=1.2), want)
 
 
+def test_geometric_rejection(batch: Batch) -> None:
+    """verl bounds the mean of the log ratio's negative; these bounds are each other's inverse."""
+    mask, pair = batch["mask"], (batch["old_logprobs"], batch["rollout_logprobs"])
+    theirs = rollout_corr_helper.compute_rollout_rejection_mask
+    want, _ = theirs(pair[0] - pair[1], mask.double(), "seq_mean_k1", "0.9_" + str(1 / 0.9))
+    kept = corrections.mis(*pair, mask, level="geometric", min_weight=0.9, max_weight=1 / 0.9) > 0
+    assert kept.tolist() == want.bool().tolist()
+
+
 def test_rollout_metrics(batch: Batch, close: Close) -> None:
     pair = batch["old_logprobs"], batch["rollout_logprobs"]
     got = metrics.rollout_correction(*pair, batch["mask"])
     want = rollout_corr_helper.compute_offpolicy_metrics(*pair, batch["mask"].double())
     for name in ("kl", "k3_kl"):
         assert got[f"rollout_corr/{name}"].item() == pytest.approx(want[name], rel=1e-6)
+    gap, weighing = pair[0] - pair[1], rollout_corr_helper.compute_rollout_correction_weights
+    _, want = weighing(gap, batch["mask"].double(), "token", 1e9)
+    assert got["rollout_corr/ess"].item() == pytest.approx(want["rollout_is_eff_sample_size"], rel=1e-6)
 
 
 def test_logprobs_and_entropy(batch: Batch, close: Close) -> None:

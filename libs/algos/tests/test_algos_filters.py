@@ -1,7 +1,6 @@
 """Filters, length shaping, action chunks and check_finite: by hand and against loops."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -48,6 +47,9 @@ def test_filters_against_a_loop(samples: list[tuple[int, int, bool]], num_best: 
     assert filters.zero_variance(r, g).tolist() == same
     assert filters.dynamic_sampling(torch.tensor(correct), g).tolist() == mixed
     assert filters.best_of_n(r, g, num_best=num_best).tolist() == [n in best for n in range(len(samples))]
+    mask = r[:, None] > torch.arange(3)
+    kept = [[reward > t and not cut for t in range(3)] for reward, _, cut in samples]
+    assert filters.drop_truncated(mask, torch.tensor(correct)).tolist() == kept
 
 
 def test_shaping_by_hand() -> None:
@@ -103,7 +105,7 @@ def test_chunks_against_a_loop(rows: int, steps: int, actions: int, tokens: int,
     g = torch.Generator().manual_seed(seed)
     logprobs = torch.randn(rows, steps, actions, tokens, generator=g, dtype=torch.float64)
     mask = torch.rand(rows, steps, actions, generator=g) < 0.6
-    dirty = logprobs.masked_fill(~mask[..., None], float("nan"))
+    dirty, x = logprobs.masked_fill(~mask[..., None], float("nan")), logprobs[..., 0, 0]
     for b in range(rows):
         flat: dict[str, list[float]] = {"token": [], "action": [], "chunk": []}
         kept: dict[str, list[bool]] = {"token": [], "action": [], "chunk": []}
@@ -123,36 +125,10 @@ def test_chunks_against_a_loop(rows: int, steps: int, actions: int, tokens: int,
             got, inside = chunks.sum_logprobs(dirty, mask, level=level)
             assert got[b].tolist() == pytest.approx(flat[level])
             assert inside[b].tolist() == kept[level]
-            spread = chunks.spread(got[:, :steps], level=level, num_actions=actions, num_tokens=tokens)
-            assert spread.shape == (got[:, :steps].shape[0], got[:, :steps].shape[1] * got.shape[1] // steps)
+            each = {"token": actions * tokens, "action": actions, "chunk": 1}[level]
+            spread = chunks.spread(x, level=level, num_actions=actions, num_tokens=tokens)
+            assert spread[b].tolist() == [x[b, place // each] for place in range(steps * each)]
         assert chunks.sum_rewards(dirty[..., 0], mask, gamma=0.9)[b].tolist() == pytest.approx(paid)
-    leaf = logprobs.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: chunks.sum_logprobs(x, mask, level="action")[0], leaf)
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda n, c, g: filters.zero_variance(n.float(), g),
-        lambda n, c, g: filters.dynamic_sampling(c, g),
-        lambda n, c, g: filters.best_of_n(n.float(), g),
-        lambda n, c, g: shaping.overlong(n, max_length=4, buffer_length=2),
-        lambda n, c, g: shaping.group_length(n, c, g),
-        lambda n, c, g: shaping.cosine(n, c, max_length=4),
-        lambda n, c, g: chunks.sum_logprobs(n.float()[:, None, None, None], c[:, None, None], level="chunk")[0],
-        lambda n, c, g: chunks.sum_rewards(n.float()[:, None, None], c[:, None, None], gamma=0.5),
-    ],
-    ids=["zero_variance", "dynamic", "best", "overlong", "group_length", "cosine", "sum_logprobs", "sum_rewards"],
-)
-def test_order_of_rows_and_compiling(
-    run: Callable[..., Tensor], compiled: Callable[..., Callable[..., Tensor]]
-) -> None:
-    given_ = ids(1, 5, 3, 2, 2, 6), bools("101101"), ids(0, 0, 1, 1, 2, 2)
-    want = run(*given_)
-    order = ids(2, 5, 0, 4, 1, 3)
-    torch.testing.assert_close(run(*[x[order] for x in given_]), want[order])
-    assert run(*[x[:0] for x in given_]).shape[0] == 0
-    torch.testing.assert_close(compiled(run)(*given_), want)
 
 
 def test_check_finite_names_the_first_bad_place() -> None:

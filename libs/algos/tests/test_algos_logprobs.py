@@ -1,7 +1,6 @@
 """Log-probabilities, entropies and the full KL: by hand, against torch's softmax, gradients, memory, compiling."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -219,20 +218,17 @@ def test_nothing_in_the_mask_gives_zeros(shape: tuple[int, int]) -> None:
         assert gradient.abs().sum() == 0
 
 
-def test_compiles_to_one_graph(compiled: Callable[..., Callable[..., Tensor]]) -> None:
-    logits, others, tokens, mask = case(2, 3, 5, seed=6)
-    weight = others[0].clone().requires_grad_()
-    logits.requires_grad_()
-
-    def run(logits: Tensor, others: Tensor, weight: Tensor) -> Tensor:
-        logp, entropy = logprobs.from_logits_with_entropy(logits, tokens, mask, temperature=0.5)
-        headed = logprobs.from_hidden(logits, weight, tokens % 3, mask)
-        return logp + entropy + kl.full(logits, others, mask) + headed + logprobs.from_logits(logits, tokens, mask)
-
-    got, want = compiled(run)(logits, others, weight), run(logits, others, weight)
-    torch.testing.assert_close(got, want)
-    expected = torch.autograd.grad(want.sum(), [logits, weight])
-    torch.testing.assert_close(torch.autograd.grad(got.sum(), [logits, weight]), expected)
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: no CUDA device")
+def test_sixteen_bits_on_a_gpu_in_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(2, 33, 1000, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    tokens = torch.randint(1000, (2, 33), device="cuda")
+    mask = torch.rand(2, 33, device="cuda") < 0.7
+    got = logprobs.from_logits_with_entropy(logits, tokens, mask)
+    monkeypatch.setitem(_rows._PIECE, "cuda", 5000)
+    torch.testing.assert_close(logprobs.from_logits_with_entropy(logits, tokens, mask), got)
+    logp = logits.float().log_softmax(-1)
+    torch.testing.assert_close(got[0], logp.gather(-1, tokens[..., None])[..., 0] * mask, rtol=1e-4, atol=1e-4)
 
 
 def test_errors_say_what_to_do() -> None:
@@ -251,7 +247,7 @@ def test_errors_say_what_to_do() -> None:
         logprobs.entropy(logits.long(), mask)
     with pytest.raises(SettingError, match=r"from_logits: temperature is 0.0, want more than 0.0"):
         logprobs.from_logits(logits, tokens, mask, temperature=0.0)
-    with pytest.raises(ShapeError, match=r"from_hidden: weight is \[9, 5\] torch.float32, want \[V, 4\] torch.float32"):
+    with pytest.raises(ShapeError, match=r"from_hidden: weight has shape \[9, 5\], want \[V, 4\]: pass the head's"):
         logprobs.from_hidden(logits, torch.zeros(9, 5), tokens, mask)
     with pytest.raises(ShapeError, match=r"full: ref_logits has shape \[2, 3, 3\], want \[2, 3, 4\] like logits"):
         kl.full(logits, logits[..., 1:], mask)

@@ -151,11 +151,11 @@ def test_sampled_distillation_has_the_gradient_of_reverse_kl() -> None:
 @SHAPES
 def test_losses_against_a_loop(batch: Callable[..., Batch], rows: int, steps: int, seed: int) -> None:
     x = batch(rows, steps, seed)
-    lp, old, roll, adv, mask = (
-        x[k].tolist() for k in ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "mask")
-    )
+    names = ("logprobs", "old_logprobs", "rollout_logprobs", "teacher_logprobs", "advantages", "mask")
+    lp, old, roll, teacher, adv, mask = (x[name].tolist() for name in names)
     want: dict[str, list[list[float]]] = {
-        name: [[0.0] * steps for _ in range(rows)] for name in ("ppo", "dual", "decoupled", "gspo", "cispo", "sapo")
+        name: [[0.0] * steps for _ in range(rows)]
+        for name in ("ppo", "dual", "decoupled", "gspo", "cispo", "sapo", "reinforce", "distill")
     }
     for b in range(rows):
         inside = [t for t in range(steps) if mask[b][t]]
@@ -169,6 +169,8 @@ def test_losses_against_a_loop(batch: Callable[..., Batch], rows: int, steps: in
             want["cispo"][b][t] = -min(max(ratio, 0.9), 1.3) * a * lp[b][t]
             tau = 1.0 if a > 0 else 1.05
             want["sapo"][b][t] = -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * a
+            want["reinforce"][b][t] = -a * lp[b][t]
+            want["distill"][b][t] = (lp[b][t] - teacher[b][t]) * lp[b][t]
     operands = x["logprobs"], x["old_logprobs"], x["advantages"], x["mask"]
     clip = {"clip_low": 0.1, "clip_high": 0.3}
     got = {
@@ -180,10 +182,30 @@ def test_losses_against_a_loop(batch: Callable[..., Batch], rows: int, steps: in
         "gspo": losses.gspo(*operands, **clip),
         "cispo": losses.cispo(*operands, **clip),
         "sapo": losses.sapo(*operands),
+        "reinforce": losses.reinforce(x["logprobs"], x["advantages"], x["mask"]),
+        "distill": losses.distill_sampled_kl(x["logprobs"], x["teacher_logprobs"], x["mask"]),
     }
     for name, expected in want.items():
         torch.testing.assert_close(got[name], torch.tensor(expected, dtype=torch.float64), msg=lambda m, n=name: n + m)
     torch.testing.assert_close(losses.gspo_token(*operands, **clip), got["gspo"])
+    torch.testing.assert_close(losses.gpg(x["logprobs"], x["advantages"], x["mask"]), got["reinforce"])
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(2, 6), st.integers(0, 2**31))
+def test_distillation_against_a_loop(rows: int, steps: int, vocabulary: int, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    student, teacher = (torch.randn(rows, steps, vocabulary, generator=g, dtype=torch.float64) for _ in range(2))
+    mask = torch.rand(rows, steps, generator=g) < 0.7
+    forward, reverse = (torch.zeros(rows, steps, dtype=torch.float64) for _ in range(2))
+    for b in range(rows):
+        for t in range(steps):
+            if mask[b, t]:
+                p, q = ([math.exp(x) for x in logits[b, t].tolist()] for logits in (student, teacher))
+                pairs = [(x / sum(p), y / sum(q)) for x, y in zip(p, q, strict=True)]
+                forward[b, t] = sum(y * math.log(y / x) for x, y in pairs)
+                reverse[b, t] = sum(x * math.log(x / y) for x, y in pairs)
+    torch.testing.assert_close(losses.distill_forward_kl(student, teacher, mask), forward)
+    torch.testing.assert_close(losses.distill_reverse_kl(student, teacher, mask), reverse)
 
 
 def test_only_the_policy_gets_a_gradient(batch: Callable[..., Batch]) -> None:

@@ -94,63 +94,6 @@ def test_gae_against_a_loop(batch: Callable[..., Batch], rows: int, steps: int, 
     torch.testing.assert_close(targets, (want + x["values"]).masked_fill(~x["mask"], 0.0))
 
 
-def test_gae_padding_and_gradient(batch: Callable[..., Batch]) -> None:
-    x = batch(3, 5, seed=1)
-    values = torch.cat([x["values"], x["old_values"][:, :1]], 1)
-
-    def padded(rewards: Tensor, values: Tensor, left: int, right: int) -> Tensor:
-        nan = float("nan")
-        wide = torch.nn.functional.pad(values[:, :-1], (left, right), value=nan)
-        advantages, _ = returns.gae(
-            torch.nn.functional.pad(rewards, (left, right), value=nan),
-            torch.cat([wide, values[:, -1:]], 1),
-            torch.nn.functional.pad(x["mask"], (left, right)),
-            gamma=0.9,
-            lam=0.8,
-        )
-        return advantages[:, left : left + 5]
-
-    leaves = [x["rewards"].clone().requires_grad_(), values.clone().requires_grad_()]
-    plain = padded(*leaves, 0, 0)
-    torch.testing.assert_close(padded(*leaves, 2, 33), plain)
-    assert torch.autograd.gradcheck(lambda r, v: padded(r, v, 2, 33), leaves)
-
-
-def test_gae_compiles_to_one_graph(batch: Callable[..., Batch], compiled: Callable[..., Callable[..., Tensor]]) -> None:
-    x = batch(2, 70, seed=2)
-    values = torch.cat([x["values"], x["old_values"][:, :1]], 1)
-
-    def run(rewards: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return returns.gae(
-            rewards,
-            values,
-            x["mask"],
-            gamma=0.9,
-            lam=0.8,
-            terminated=x["terminated"],
-            truncated=x["truncated"],
-            final_values=x["next_values"],
-        )
-
-    torch.testing.assert_close(compiled(run)(x["rewards"], values), run(x["rewards"], values))
-
-
-def test_gae_in_sixteen_bits_is_that_of_float32(batch: Callable[..., Batch]) -> None:
-    x = batch(2, 50, seed=3, dtype=torch.bfloat16)
-    values = torch.cat([x["values"], x["old_values"][:, :1]], 1)
-    got, _ = returns.gae(x["rewards"], values, x["mask"], gamma=0.9, lam=0.8)
-    want, _ = returns.gae(x["rewards"].float(), values.float(), x["mask"], gamma=0.9, lam=0.8)
-    assert got.dtype is torch.float32
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
-def test_gae_of_nothing_is_zeros(shape: tuple[int, int]) -> None:
-    rewards, mask = torch.full(shape, float("nan")), torch.zeros(shape, dtype=torch.bool)
-    for x in returns.gae(rewards, torch.ones(shape[0], shape[1] + 1), mask, gamma=1.0, lam=1.0):
-        torch.testing.assert_close(x, torch.zeros(shape))
-
-
 def test_gae_errors_say_what_to_do() -> None:
     rewards, values, mask = matrix([1, 1]), matrix([0, 0, 0]), marks("11")
     with pytest.raises(ShapeError, match=r"gae: values has 2 entries, want 3 \(T\+1\): append the bootstrap value"):
@@ -235,12 +178,7 @@ def test_n_step_against_a_loop(batch: Callable[..., Batch], rows: int, steps: in
     torch.testing.assert_close(got, want)
 
 
-def test_n_step_gradient_and_errors(batch: Callable[..., Batch]) -> None:
-    x = batch(2, 6, seed=5)
-    ends = {"terminated": x["terminated"], "truncated": x["truncated"]}
-    leaves = [x["rewards"].clone().requires_grad_(), x["next_values"].clone().requires_grad_()]
-    assert torch.autograd.gradcheck(
-        lambda r, v: returns.n_step(r, v, x["mask"], num_steps=3, gamma=0.9, **ends), leaves
-    )
+def test_n_step_errors_say_what_to_do() -> None:
+    one, mask = matrix([1]), marks("1")
     with pytest.raises(SettingError, match=r"n_step: num_steps is 0, want 1 or more"):
-        returns.n_step(*leaves, x["mask"], num_steps=0, gamma=0.9, **ends)
+        returns.n_step(one, one, mask, num_steps=0, gamma=0.9, terminated=mask, truncated=mask)

@@ -1,6 +1,6 @@
 """Checks at the boundary of every public function: made once, of shapes and dtypes alone, so that compiling is easy."""
 
-from torch import Tensor, bfloat16, bool, float16, float64, int8, int16, int32, int64, uint8
+from torch import Size, Tensor, bfloat16, bool, float16, float64, int8, int16, int32, int64, uint8, where
 
 from m2flow.algos.errors import DtypeError, SettingError, ShapeError
 
@@ -44,16 +44,15 @@ def rank(function: str, name: str, x: Tensor, dims: str) -> Tensor:
     return x
 
 
-def same_shape(function: str, name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+def same_shape(function: str, name: str, x: Tensor, other_name: str, other: Tensor | Size) -> None:
     """Raise ShapeError where `x` has not the shape of `other`; nothing is broadcast in silence."""
-    if tensor(function, name, x).shape != other.shape:
-        if x.ndim == 1 and other.ndim == 2 and x.shape[0] == other.shape[0]:
+    want = other.shape if isinstance(other, Tensor) else other
+    if tensor(function, name, x).shape != want:
+        if x.ndim == 1 and len(want) == 2 and x.shape[0] == want[0]:
             remedy = f"spread it over the tokens with masks.spread({name}, mask)"
         else:
             remedy = "cut or pad both to one shape (a log-probability belongs to the token it predicts)"
-        raise ShapeError(
-            f"{function}: {name} has shape {list(x.shape)}, want {list(other.shape)} like {other_name}: {remedy}"
-        )
+        raise ShapeError(f"{function}: {name} has shape {list(x.shape)}, want {list(want)} like {other_name}: {remedy}")
 
 
 def token_mask(function: str, mask: Tensor) -> Tensor:
@@ -67,12 +66,25 @@ def tokens(function: str, mask: Tensor, **operands: Tensor) -> tuple[Tensor, ...
     Filling before the arithmetic keeps whatever lies in the padding, NaN included, out of values and gradients.
     """
     token_mask(function, mask)
-    outside = ~mask
     filled = []
     for name, x in operands.items():
         same_shape(function, name, x, "mask", mask)
-        filled.append(floating(function, name, x).masked_fill(outside, 0.0))
+        filled.append(where(mask, floating(function, name, x), 0.0))
     return tuple(filled)
+
+
+def logits(function: str, mask: Tensor, **operands: Tensor) -> None:
+    """Check that the operands are floating [B, T, V] of one shape, and `mask` bool [B, T] like them.
+
+    They are not widened: a copy of [B, T, V] in float32 is what the functions that take them avoid.
+    """
+    token_mask(function, mask)
+    first_name, first = next(iter(operands.items()))
+    for name, x in operands.items():
+        # The dtype of all is that of a slice, which floating() may copy.
+        floating(function, name, rank(function, name, x, "[B, T, V]")[..., :1])
+        same_shape(function, name, x, first_name, first)
+    same_shape(function, "mask", mask, f"{first_name} without V", first.shape[:2])
 
 
 def rows(function: str, **operands: Tensor) -> tuple[Tensor, ...]:
@@ -87,6 +99,15 @@ def rows(function: str, **operands: Tensor) -> tuple[Tensor, ...]:
         same_shape(function, name, x, first_name, first)
         checked.append(x.to(float64) if x.is_floating_point() else x)
     return tuple(checked)
+
+
+def scalar(function: str, name: str, x: float | Tensor) -> None:
+    """Raise ShapeError where `x` is a tensor that is not 0-d: it would be broadcast; a number is as good."""
+    if isinstance(x, Tensor) and x.ndim:
+        raise ShapeError(
+            f"{function}: {name} has shape {list(x.shape)}, want a number or a 0-d tensor: "
+            f"use {name}.squeeze(), or sum what it counts"
+        )
 
 
 def at_least(function: str, name: str, x: float, low: float) -> None:

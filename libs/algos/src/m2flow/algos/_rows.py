@@ -17,9 +17,9 @@ LOWEST = -1e4
 Place = tuple[Tensor, Tensor] | tuple[slice]
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return float64 for float64, else float32."""
-    return torch.promote_types(x.dtype, torch.float32)
+def compute_dtype(*operands: Tensor) -> torch.dtype:
+    """Return float64 where an operand has it, else float32."""
+    return torch.float64 if any(x.dtype is torch.float64 for x in operands) else torch.float32
 
 
 class Rows:

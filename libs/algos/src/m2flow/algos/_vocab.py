@@ -111,7 +111,7 @@ token_logprobs_op.register_autograd(_token_logprobs_gradient, setup_context=_kee
 @torch.library.custom_op("m2flow_algos::full_kl", mutates_args=())
 def full_kl_op(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (KL(p || q), log normaliser of p, log normaliser of q), each [B, T] and 0 outside the mask."""
-    rows, dtype = Rows(mask, logits.shape[-1]), compute_dtype(logits)
+    rows, dtype = Rows(mask, logits.shape[-1]), compute_dtype(logits, ref_logits)
     flat, ref_flat = rows.flat(logits), rows.flat(ref_logits)
     divergence, norm, ref_norm = (torch.zeros(rows.count, dtype=dtype, device=logits.device) for _ in range(3))
     for n, place in rows.places():
@@ -135,7 +135,7 @@ def full_kl_backward_op(
     need: list[bool],
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients g * p * (log p - log q - KL) and g * (q - p), each [B, T, V], or empty where not needed."""
-    rows, dtype = Rows(mask, logits.shape[-1]), compute_dtype(logits)
+    rows, dtype = Rows(mask, logits.shape[-1]), compute_dtype(logits, ref_logits)
     like = [logits if need[0] else logits.new_empty(0), ref_logits if need[1] else ref_logits.new_empty(0)]
     grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in like]
     outs = [rows.flat(x) if wanted else x for x, wanted in zip(grads, need, strict=True)]
@@ -154,7 +154,7 @@ def full_kl_backward_op(
 
 @full_kl_op.register_fake
 def _(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    row = torch.empty(mask.shape, dtype=compute_dtype(logits), device=logits.device)
+    row = torch.empty(mask.shape, dtype=compute_dtype(logits, ref_logits), device=logits.device)
     return row, torch.empty_like(row), torch.empty_like(row)
 
 

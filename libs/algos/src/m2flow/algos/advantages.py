@@ -14,6 +14,7 @@ from torch import Tensor
 
 from m2flow.algos import _check
 from m2flow.algos._groups import Groups
+from m2flow.algos.masks import spread
 from m2flow.algos.returns import reward_to_go
 
 
@@ -60,7 +61,7 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     Raises: DtypeError, ShapeError. A group of one has no others: 0.
     Example: rewards [1, 0, 0] in one group: [1 - 0, 0 - 0.5, 0 - 0.5] = [1, -0.5, -0.5].
-    Source: Ahmadian et al. 2024 (arXiv 2402.14740), eq. 8.
+    Source: Ahmadian et al. 2024 (arXiv 2402.14740).
     """
     r, groups = _rewards("rloo", rewards, group_ids)
     return _like(rewards, _centre(r, groups) * groups.sizes / (groups.sizes - 1).clamp_min(1))
@@ -76,7 +77,7 @@ def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
 
     Raises: DtypeError, ShapeError. A group of one, or of equal rewards: 0.
     Example: rewards [1, 0], lengths [1, 3] in one group: b = 0.25, A = [0.75, -0.25].
-    Source: Hao et al. 2025 (arXiv 2505.23585), eq. 8.
+    Source: Hao et al. 2025 (arXiv 2505.23585).
     """
     r, groups = _rewards("opo", rewards, group_ids)
     _check.rank("opo", "lengths", _check.integer("opo", "lengths", lengths), "[N]")
@@ -98,7 +99,7 @@ def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     Raises: DtypeError, ShapeError. Where every group is constant: all 0.
     Example: groups [1, 0] and [1, 1]: alpha = 4 / 2, A = [1, -1, 0, 0].
-    Source: Chu et al. 2025 (GPG, arXiv 2504.02546), section 3.2, with F_norm = 1.
+    Source: Chu et al. 2025 (GPG, arXiv 2504.02546), with F_norm = 1.
     """
     r, groups = _rewards("gpg", rewards, group_ids)
     teaching = (~groups.constant(r)).sum().clamp_min(1)
@@ -113,7 +114,7 @@ def remax(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
         greedy_rewards: [N], floating; row n's prompt, answered greedily.
 
     Raises: DtypeError, ShapeError. Example: rewards [1, 0], greedy [1, 1]: [0, -1].
-    Source: Li et al. 2023 (ReMax, arXiv 2310.10505), section 4.1.
+    Source: Li et al. 2023 (ReMax, arXiv 2310.10505).
     """
     _check.floating("remax", "rewards", rewards)
     _check.floating("remax", "greedy_rewards", greedy_rewards)
@@ -134,9 +135,10 @@ def reinforce_plus_plus(
 
     Raises: DtypeError, ShapeError, SettingError.
     Example: rewards [[0, 1], [0, 0]], all in the mask: returns [[1, 1], [0, 0]], mean 0.5, std 0.57735, A = +-0.86603.
-    Source: Hu et al. 2025 (arXiv 2501.03262), section 3.
+    Source: Hu et al. 2025 (arXiv 2501.03262).
     """
-    return whiten(reward_to_go(rewards, mask, gamma=gamma), mask, reduce=reduce)
+    (r,) = _check.tokens("reinforce_plus_plus", mask, rewards=rewards)
+    return whiten(reward_to_go(r.detach(), mask, gamma=gamma), mask, reduce=reduce)
 
 
 def reinforce_plus_plus_baseline(
@@ -156,8 +158,9 @@ def reinforce_plus_plus_baseline(
     """
     r, groups = _rewards("reinforce_plus_plus_baseline", rewards, group_ids)
     _check.token_mask("reinforce_plus_plus_baseline", mask)
+    _check.same_shape("reinforce_plus_plus_baseline", "rewards", rewards, "the rows of mask", mask.shape[:1])
     centred = _like(rewards, _centre(r, groups))
-    return whiten(torch.where(mask, centred[:, None], torch.zeros_like(centred[:, None])), mask, reduce=reduce)
+    return whiten(spread(centred, mask), mask, reduce=reduce)
 
 
 def grpo_turn(rewards: Tensor, group_ids: Tensor, turn_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
@@ -196,7 +199,7 @@ def grpo_trajectory(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor, 
     Raises: DtypeError, ShapeError, SettingError.
     Example: one group; trajectory 0 has turns (0, 0, 1), trajectory 1 has (0): sums 1 and 0, mean 0.5, std 0.70711,
     A = [0.70711, 0.70711, 0.70711, -0.70711].
-    Source: GRPO as above over whole trajectories (Wang et al. 2025, RAGEN, arXiv 2504.20073, section 3).
+    Source: GRPO as above over whole trajectories (Wang et al. 2025, RAGEN, arXiv 2504.20073).
     """
     function = "grpo_trajectory"
     _check.at_least(function, "eps", eps, 0.0)

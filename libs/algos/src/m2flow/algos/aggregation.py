@@ -21,11 +21,12 @@ def token_mean(loss: Tensor, mask: Tensor, *, num_tokens: float | Tensor | None 
         mask: [B, T], bool.
         num_tokens: True positions of the whole batch's mask: a number or a 0-d tensor.
 
-    Raises: DtypeError, ShapeError. Example: loss [[1, 2], [6, 0]], mask 11, 10: (1 + 2 + 6) / 3 = 3.
-    Source: Yu et al. 2025 (DAPO, arXiv 2503.14476), eq. 12.
+    Raises: DtypeError, ShapeError, SettingError (num_tokens < 0).
+    Example: loss [[1, 2], [6, 0]], mask 11, 10: (1 + 2 + 6) / 3 = 3.
+    Source: Yu et al. 2025 (DAPO, arXiv 2503.14476), section 3.3.
     """
     (loss,) = _check.tokens("token_mean", mask, loss=loss)
-    return loss.sum() / _count(num_tokens, mask)
+    return loss.sum() / _count("token_mean", "num_tokens", num_tokens, mask)
 
 
 def sequence_mean_token_mean(loss: Tensor, mask: Tensor, *, num_sequences: float | Tensor | None = None) -> Tensor:
@@ -36,11 +37,13 @@ def sequence_mean_token_mean(loss: Tensor, mask: Tensor, *, num_sequences: float
         mask: [B, T], bool.
         num_sequences: rows of the whole batch with a True position: a number or a 0-d tensor.
 
-    Raises: DtypeError, ShapeError. Example: loss [[1, 2], [6, 0]], mask 11, 10: (1.5 + 6) / 2 = 3.75.
+    Raises: DtypeError, ShapeError, SettingError (num_sequences < 0).
+    Example: loss [[1, 2], [6, 0]], mask 11, 10: (1.5 + 6) / 2 = 3.75.
     Source: Shao et al. 2024 (arXiv 2402.03300), eq. 3.
     """
     (loss,) = _check.tokens("sequence_mean_token_mean", mask, loss=loss)
-    return sequence_mean(loss, mask).sum() / _count(num_sequences, mask.any(1))
+    count = _count("sequence_mean_token_mean", "num_sequences", num_sequences, mask.any(1))
+    return sequence_mean(loss, mask).sum() / count
 
 
 def sequence_mean_token_sum(loss: Tensor, mask: Tensor, *, num_sequences: float | Tensor | None = None) -> Tensor:
@@ -51,7 +54,7 @@ def sequence_mean_token_sum(loss: Tensor, mask: Tensor, *, num_sequences: float 
     Source: Sutton and Barto, section 13.3.
     """
     (loss,) = _check.tokens("sequence_mean_token_sum", mask, loss=loss)
-    return loss.sum() / _count(num_sequences, mask.any(1))
+    return loss.sum() / _count("sequence_mean_token_sum", "num_sequences", num_sequences, mask.any(1))
 
 
 def fixed_length(loss: Tensor, mask: Tensor, *, length: int, num_sequences: float | Tensor | None = None) -> Tensor:
@@ -68,11 +71,14 @@ def fixed_length(loss: Tensor, mask: Tensor, *, length: int, num_sequences: floa
     """
     _check.at_least("fixed_length", "length", length, 1)
     (loss,) = _check.tokens("fixed_length", mask, loss=loss)
-    return loss.sum() / (length * _count(num_sequences, mask.any(1)))
+    return loss.sum() / (length * _count("fixed_length", "num_sequences", num_sequences, mask.any(1)))
 
 
-def _count(given: float | Tensor | None, marks: Tensor) -> float | Tensor:
+def _count(function: str, name: str, given: float | Tensor | None, marks: Tensor) -> float | Tensor:
     """Return the count to divide by: the one given, or that of the True marks; 1 where it is 0, and the sum too."""
     if given is None:
         return marks.sum().clamp_min(1)
+    _check.scalar(function, name, given)
+    if not isinstance(given, Tensor):
+        _check.at_least(function, name, given, 0)
     return given.clamp_min(1) if isinstance(given, Tensor) else max(given, 1)

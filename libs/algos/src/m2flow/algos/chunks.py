@@ -32,11 +32,11 @@ def sum_logprobs(logprobs: Tensor, mask: Tensor, *, level: Level) -> tuple[Tenso
     Differentiable. Raises: DtypeError, ShapeError, SettingError.
     Example: T 1, K 2, D 2, logprobs ((-1, -2), (-3, -4)), mask (1, 1): token (-1, -2, -3, -4), action (-3, -7), chunk
     (-10).
-    Source: RLinf-VLA 2025 (arXiv 2510.06710), section on the granularity of log-probabilities.
+    Source: RLinf-VLA 2025 (arXiv 2510.06710).
     """
     _check.rank("sum_logprobs", "logprobs", logprobs, "[B, T, K, D]")
     _check.rank("sum_logprobs", "mask", _check.boolean("sum_logprobs", "mask", mask), "[B, T, K]")
-    _check.same_shape("sum_logprobs", "mask", mask, "logprobs without D", logprobs[..., 0])
+    _check.same_shape("sum_logprobs", "mask", mask, "logprobs without D", logprobs.shape[:3])
     filled = _check.floating("sum_logprobs", "logprobs", logprobs).masked_fill(~mask[..., None], 0.0)
     if level == "token":
         return filled.flatten(1), mask[..., None].expand_as(filled).flatten(1)
@@ -56,7 +56,7 @@ def sum_rewards(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
         gamma: in [0, 1]: the discount by action. A return over decisions then discounts by gamma^K.
 
     Differentiable. Raises: DtypeError, ShapeError, SettingError. Example: rewards (1, 2, 4), gamma 0.5: 1 + 1 + 1 = 3.
-    Source: Sutton, Precup and Singh 1999 (options), section 3.
+    Source: Sutton, Precup and Singh 1999 (options).
     """
     _check.within("sum_rewards", "gamma", gamma, 0.0, 1.0)
     _check.rank("sum_rewards", "mask", _check.boolean("sum_rewards", "mask", mask), "[B, T, K]")

@@ -13,7 +13,7 @@ def nll(logprobs: Tensor, mask: Tensor) -> Tensor:
         mask: [B, T], bool.
 
     Raises: DtypeError, ShapeError. Example: logprobs -2: 2.
-    Source: Pomerleau 1988 (ALVINN); as a regulariser of RL, Rajeswaran et al. 2017 (DAPG, arXiv 1709.10087), eq. 4.
+    Source: Pomerleau 1988 (ALVINN); as a regulariser of RL, Rajeswaran et al. 2017 (DAPG, arXiv 1709.10087).
     """
     (logprobs,) = _check.tokens("nll", mask, logprobs=logprobs)
     return -logprobs
@@ -27,7 +27,7 @@ def l1(actions: Tensor, expert_actions: Tensor, mask: Tensor) -> Tensor:
         mask: [B, T], bool.
 
     Raises: DtypeError, ShapeError. Example: actions (1, 3), expert (0, 0): 2.
-    Source: Kim et al. 2025 (OpenVLA-OFT, arXiv 2502.19645), section IV.
+    Source: Kim et al. 2025 (OpenVLA-OFT, arXiv 2502.19645).
     """
     return _gap("l1", actions, expert_actions, mask).abs().mean(2)
 
@@ -46,7 +46,7 @@ def _gap(function: str, actions: Tensor, expert_actions: Tensor, mask: Tensor) -
     _check.token_mask(function, mask)
     _check.rank(function, "actions", actions, "[B, T, D]")
     _check.same_shape(function, "expert_actions", expert_actions, "actions", actions)
-    _check.same_shape(function, "mask", mask, "actions without D", actions.select(2, 0))
+    _check.same_shape(function, "mask", mask, "actions without D", actions.shape[:2])
     outside = ~mask[..., None]
     near = _check.floating(function, "actions", actions).masked_fill(outside, 0.0)
     return near - _check.floating(function, "expert_actions", expert_actions).detach().masked_fill(outside, 0.0)

@@ -86,7 +86,7 @@ def icepop(
         min_weight: 0 or more. max_weight: min_weight or more.
 
     Raises: DtypeError, ShapeError, SettingError. Example: token ratios (6, 0.6, 0.4): (0, 0.6, 0).
-    Source: Ling team 2025 (Ring-1T, arXiv 2510.18855), section on IcePop: 0.5 and 5.
+    Source: Ling team 2025 (Ring-1T, arXiv 2510.18855).
     """
     return _within("icepop", old_logprobs, rollout_logprobs, mask, "token", min_weight, max_weight)
 
@@ -108,7 +108,7 @@ def staleness_decay(versions: Tensor, mask: Tensor, *, policy_version: int, deca
     _check.token_mask("staleness_decay", mask)
     _check.integer("staleness_decay", "versions", versions)
     _check.same_shape("staleness_decay", "versions", versions, "mask", mask)
-    age = (policy_version - versions).clamp_min(0).masked_fill(~mask, 0)
+    age = (policy_version - versions.long()).clamp_min(0).masked_fill(~mask, 0)
     return torch.pow(decay, age.float()).masked_fill(~mask, 0.0)
 
 

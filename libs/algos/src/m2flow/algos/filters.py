@@ -35,7 +35,7 @@ def dynamic_sampling(correct: Tensor, group_ids: Tensor) -> Tensor:
 
     Raises: DtypeError, ShapeError.
     Example: correct (1, 1, 1, 0), groups (0, 0, 1, 1): (False, False, True, True).
-    Source: Yu et al. 2025 (DAPO, arXiv 2503.14476), eq. 11.
+    Source: Yu et al. 2025 (DAPO, arXiv 2503.14476), section 3.2.
     """
     _check.boolean("dynamic_sampling", "correct", correct)
     _check.integer("dynamic_sampling", "group_ids", group_ids)
@@ -53,7 +53,7 @@ def best_of_n(rewards: Tensor, group_ids: Tensor, *, num_best: int = 1) -> Tenso
 
     Raises: DtypeError, ShapeError, SettingError.
     Example: rewards (1, 2, 2, 0), groups (0, 0, 0, 1): (False, True, False, True).
-    Source: Dong et al. 2023 (RAFT, arXiv 2304.06767), step 2.
+    Source: Dong et al. 2023 (RAFT, arXiv 2304.06767).
     """
     _check.at_least("best_of_n", "num_best", num_best, 1)
     _check.floating("best_of_n", "rewards", rewards)
@@ -80,5 +80,5 @@ def drop_truncated(mask: Tensor, truncated: Tensor) -> Tensor:
     """
     _check.token_mask("drop_truncated", mask)
     _check.rank("drop_truncated", "truncated", _check.boolean("drop_truncated", "truncated", truncated), "[B]")
-    _check.same_shape("drop_truncated", "truncated", truncated, "the rows of mask", mask.any(1))
+    _check.same_shape("drop_truncated", "truncated", truncated, "the rows of mask", mask.shape[:1])
     return mask & ~truncated[:, None]

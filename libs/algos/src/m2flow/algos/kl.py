@@ -64,7 +64,7 @@ def full(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> Tensor:
     """Return sum over v of p(v) (log p(v) - log q(v)) [B, T], 0 outside the mask.
 
     Args:
-        logits, ref_logits: [B, T, V], floating, one dtype: p and q before the softmax.
+        logits, ref_logits: [B, T, V], floating: p and q before the softmax.
         mask: [B, T], bool.
 
     Works in pieces, forward and backward: [B, T, V] is never held in float32. Where p(v) is 0, v adds 0.
@@ -72,12 +72,7 @@ def full(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> Tensor:
     Example: p uniform over 2, q = (0.8, 0.2): 0.5 ln 0.625 + 0.5 ln 2.5 = 0.22314.
     Source: Kullback and Leibler 1951.
     """
-    _check.token_mask("full", mask)
-    _check.rank("full", "logits", logits, "[B, T, V]")
-    _check.same_shape("full", "ref_logits", ref_logits, "logits", logits)
-    _check.same_shape("full", "mask", mask, "logits without V", logits[..., 0])
-    _check.floating("full", "logits", logits[..., :1])
-    _check.floating("full", "ref_logits", ref_logits[..., :1])
+    _check.logits("full", mask, logits=logits, ref_logits=ref_logits)
     divergence: Tensor = full_kl_op(logits, ref_logits, mask)[0]
     return divergence
 
@@ -92,7 +87,7 @@ def in_reward(rewards: Tensor, divergence: Tensor, mask: Tensor, *, coef: float)
         coef: 0 or more.
 
     Raises: DtypeError, ShapeError, SettingError. Example: reward 1, divergence 0.5, coef 0.1: 0.95.
-    Source: Ziegler et al. 2019 (arXiv 1909.08593), eq. 2.
+    Source: Ziegler et al. 2019 (arXiv 1909.08593).
     """
     _check.at_least("in_reward", "coef", coef, 0.0)
     rewards, divergence = _check.tokens("in_reward", mask, rewards=rewards, divergence=divergence)

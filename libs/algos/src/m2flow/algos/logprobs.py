@@ -6,12 +6,13 @@ work goes piece by piece, and the backward makes the softmax again from the logi
 themselves are never held either. Differentiable once; see `_vocab` and `_linear` for the gradients.
 """
 
+import torch
 from torch import Tensor
 
 from m2flow.algos import _check
 from m2flow.algos._linear import linear_logprobs_op
 from m2flow.algos._vocab import token_logprobs_op
-from m2flow.algos.errors import ShapeError
+from m2flow.algos.errors import DtypeError, ShapeError
 
 
 def from_logits(logits: Tensor, tokens: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -27,7 +28,8 @@ def from_logits(logits: Tensor, tokens: Tensor, mask: Tensor, *, temperature: fl
     Example: logits [0, ln 3], token 1: ln 0.75 = -0.28768.
     Source: the definition; pieces and recomputation as in Wijmans et al. 2024 (arXiv 2411.09009).
     """
-    _logits_operands("from_logits", logits, tokens, mask, temperature)
+    _check.logits("from_logits", mask, logits=logits)
+    _choices("from_logits", tokens, mask, temperature)
     logprobs: Tensor = token_logprobs_op(logits, tokens.long(), mask, temperature, False)[0]
     return logprobs
 
@@ -40,7 +42,8 @@ def from_logits_with_entropy(
     Args: as `from_logits`. Raises: as `from_logits`.
     Example: logits [0, ln 3], token 1: (-0.28768, 0.56234). Source: as `from_logits`.
     """
-    _logits_operands("from_logits_with_entropy", logits, tokens, mask, temperature)
+    _check.logits("from_logits_with_entropy", mask, logits=logits)
+    _choices("from_logits_with_entropy", tokens, mask, temperature)
     logprobs, entropies, _ = token_logprobs_op(logits, tokens.long(), mask, temperature, True)
     return logprobs, entropies
 
@@ -56,9 +59,9 @@ def entropy(logits: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor
     Raises: DtypeError, ShapeError, SettingError. Example: logits [0, ln 3]: 0.25 ln 4 + 0.75 ln(4/3) = 0.56234.
     Source: Shannon 1948.
     """
-    _check.token_mask("entropy", mask)
-    tokens = mask.long() * 0
-    _logits_operands("entropy", logits, tokens, mask, temperature)
+    _check.logits("entropy", mask, logits=logits)
+    _check.above("entropy", "temperature", temperature, 0.0)
+    tokens = torch.zeros_like(mask, dtype=torch.long)
     entropies: Tensor = token_logprobs_op(logits, tokens, mask, temperature, True)[1]
     return entropies
 
@@ -75,7 +78,7 @@ def from_hidden(hidden: Tensor, weight: Tensor, tokens: Tensor, mask: Tensor, *,
     Raises: DtypeError, ShapeError, SettingError. Example: hidden [1], weight [[0], [ln 3]], token 1: -0.28768.
     Source: Wijmans et al. 2024 (arXiv 2411.09009).
     """
-    return from_hidden_with_entropy(hidden, weight, tokens, mask, temperature=temperature)[0]
+    return _from_hidden("from_hidden", hidden, weight, tokens, mask, temperature)[0]
 
 
 def from_hidden_with_entropy(
@@ -86,30 +89,33 @@ def from_hidden_with_entropy(
     Args: as `from_hidden`. Raises: as `from_hidden`. Source: as `from_hidden`.
     Example: hidden [1], weight [[0], [ln 3]], token 1: (-0.28768, 0.56234).
     """
-    function = "from_hidden"
+    return _from_hidden("from_hidden_with_entropy", hidden, weight, tokens, mask, temperature)
+
+
+def _from_hidden(
+    function: str, hidden: Tensor, weight: Tensor, tokens: Tensor, mask: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return (logprobs, entropy) from hidden states, checked."""
+    _check.token_mask(function, mask)
+    _check.rank(function, "hidden", hidden, "[B, T, H]")
     _check.floating(function, "hidden", hidden[..., :1])
+    _check.same_shape(function, "mask", mask, "hidden without H", hidden.shape[:2])
+    _choices(function, tokens, mask, temperature)
     _check.rank(function, "weight", weight, "[V, H]")
-    if hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype:
-        raise ShapeError(
-            f"{function}: weight is {list(weight.shape)} {weight.dtype}, want [V, {hidden.shape[-1]}] {hidden.dtype} "
-            "like hidden: pass the head's weight as nn.Linear keeps it, cast to hidden's dtype"
+    if hidden.dtype != weight.dtype:
+        raise DtypeError(
+            f"{function}: weight has dtype {weight.dtype}, want {hidden.dtype} like hidden: use weight.to(hidden.dtype)"
         )
-    _rows_operands(function, "hidden", hidden, tokens, mask, temperature)
+    if hidden.shape[2] != weight.shape[1]:
+        raise ShapeError(
+            f"{function}: weight has shape {list(weight.shape)}, want [V, {hidden.shape[2]}]: pass the head's "
+            "weight as nn.Linear keeps it"
+        )
     logprobs, entropies, _ = linear_logprobs_op(hidden, weight, tokens.long(), mask, temperature)
     return logprobs, entropies
 
 
-def _logits_operands(function: str, logits: Tensor, tokens: Tensor, mask: Tensor, temperature: float) -> None:
-    """Check what the functions of logits take."""
-    _check.rank(function, "logits", logits, "[B, T, V]")
-    _check.floating(function, "logits", logits[..., :1])
-    _rows_operands(function, "logits", logits, tokens, mask, temperature)
-
-
-def _rows_operands(function: str, name: str, x: Tensor, tokens: Tensor, mask: Tensor, temperature: float) -> None:
-    """Check what every function here takes: `x` [B, T, ...], tokens and mask [B, T], a temperature."""
-    _check.token_mask(function, mask)
-    _check.rank(function, name, x, "[B, T, V]" if name == "logits" else "[B, T, H]")
-    _check.same_shape(function, "mask", mask, f"{name} without its last dimension", x[..., 0])
+def _choices(function: str, tokens: Tensor, mask: Tensor, temperature: float) -> None:
+    """Check the tokens and the temperature that they were sampled at."""
     _check.same_shape(function, "tokens", _check.integer(function, "tokens", tokens), "mask", mask)
     _check.above(function, "temperature", temperature, 0.0)

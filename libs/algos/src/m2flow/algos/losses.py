@@ -91,7 +91,7 @@ def decoupled_ppo(
         clip_low: in [0, 1]. clip_high: 0 or more. max_weight: over 0; the weight is cut there.
 
     Raises: DtypeError, ShapeError, SettingError. Example: proximal / behaviour 2, ratio 1.5, A 1: loss 2 * -1.2 = -2.4.
-    Source: Hilton et al. 2021 (arXiv 2110.00641), eq. 2; Fu et al. 2025 (AReaL, arXiv 2505.24298), eq. 5.
+    Source: Hilton et al. 2021 (arXiv 2110.00641); Fu et al. 2025 (AReaL, arXiv 2505.24298).
     """
     _clip_range("decoupled_ppo", clip_low, clip_high)
     _check.above("decoupled_ppo", "max_weight", max_weight, 0.0)
@@ -147,7 +147,7 @@ def gspo_token(
 
     Args: as `gspo`. Raises: as `gspo`.
     Example: token ratios 2 and 0.5, A 1: s = 1, loss -1 and d loss / d logprobs = -1 on both tokens.
-    Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 13 and 14.
+    Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 14.
     """
     _clip_range("gspo_token", clip_low, clip_high)
     new, old, adv = _operands("gspo_token", logprobs, old_logprobs, advantages, mask)
@@ -203,7 +203,7 @@ def sapo(
         tau_positive, tau_negative: over 0.
 
     Raises: DtypeError, ShapeError, SettingError. Example: ratio 1, A 1, tau 1: loss -2, d loss / d logprobs = -1.
-    Source: Gao et al. 2025 (SAPO, arXiv 2511.20347), eq. 5 and 6.
+    Source: Gao et al. 2025 (SAPO, arXiv 2511.20347).
     """
     _check.above("sapo", "tau_positive", tau_positive, 0.0)
     _check.above("sapo", "tau_negative", tau_negative, 0.0)
@@ -230,7 +230,7 @@ def gpg(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Return GPG's loss, which is that of `reinforce`; what is GPG's own lies in `advantages.gpg` and the token mean.
 
     Args: as `reinforce`. Raises: as `reinforce`. Example: logprobs -2, A 3: loss 6.
-    Source: Chu et al. 2025 (arXiv 2504.02546), eq. 6.
+    Source: Chu et al. 2025 (arXiv 2504.02546).
     """
     new, adv = _check.tokens("gpg", mask, logprobs=logprobs, advantages=advantages)
     return -adv.detach() * new
@@ -249,6 +249,7 @@ def distill_forward_kl(logits: Tensor, teacher_logits: Tensor, mask: Tensor) -> 
     Source: Hinton et al. 2015 (arXiv 1503.02531); Agarwal et al. 2023 (GKD, arXiv 2306.13649), on the student's own
     samples.
     """
+    _check.logits("distill_forward_kl", mask, logits=logits, teacher_logits=teacher_logits)
     return kl.full(teacher_logits.detach(), logits, mask)
 
 
@@ -257,8 +258,9 @@ def distill_reverse_kl(logits: Tensor, teacher_logits: Tensor, mask: Tensor) -> 
 
     Args: as `distill_forward_kl`. Raises: as `distill_forward_kl`.
     Example: student uniform over 2, teacher (0.8, 0.2): 0.5 ln 0.625 + 0.5 ln 2.5 = 0.22314.
-    Source: Agarwal et al. 2023 (GKD, arXiv 2306.13649), section 3; Gu et al. 2023 (MiniLLM, arXiv 2306.08543).
+    Source: Agarwal et al. 2023 (GKD, arXiv 2306.13649); Gu et al. 2023 (MiniLLM, arXiv 2306.08543).
     """
+    _check.logits("distill_reverse_kl", mask, logits=logits, teacher_logits=teacher_logits)
     return kl.full(logits, teacher_logits.detach(), mask)
 
 

@@ -14,6 +14,7 @@ def from_lengths(lengths: Tensor, *, num_tokens: int) -> Tensor:
         num_tokens: T.
 
     Raises: DtypeError, ShapeError, SettingError (num_tokens < 0). Example: lengths [0, 2, 9], T 3 gives 000, 110, 111.
+    Source: none; it is this package's convention.
     """
     _check.rank("from_lengths", "lengths", _check.integer("from_lengths", "lengths", lengths), "[B]")
     _check.at_least("from_lengths", "num_tokens", num_tokens, 0)
@@ -27,12 +28,9 @@ def spread(x: Tensor, mask: Tensor) -> Tensor:
         x: [B], floating: a number a row, such as an advantage.
         mask: [B, T], bool.
 
-    Raises: DtypeError, ShapeError. Example: x [2.0], mask 101 gives [2, 0, 2].
+    Raises: DtypeError, ShapeError. Example: x [2.0], mask 101 gives [2, 0, 2]. Source: as `from_lengths`.
     """
-    _check.token_mask("spread", mask)
-    x = _check.floating("spread", "x", _check.rank("spread", "x", x, "[B]"))
-    _check.same_shape("spread", "x", x, "the rows of mask", mask[:, 0] if mask.shape[1] else mask.any(1))
-    return torch.where(mask, x[:, None], torch.zeros_like(x[:, None]))
+    return _spread("spread", x, _check.token_mask("spread", mask))
 
 
 def place_last(x: Tensor, mask: Tensor) -> Tensor:
@@ -44,7 +42,14 @@ def place_last(x: Tensor, mask: Tensor) -> Tensor:
         x: [B], floating.
         mask: [B, T], bool.
 
-    Raises: DtypeError, ShapeError. Example: x [2.0], mask 1010 gives [0, 0, 2, 0].
+    Raises: DtypeError, ShapeError. Example: x [2.0], mask 1010 gives [0, 0, 2, 0]. Source: as `from_lengths`.
     """
-    later = mask.long().flip(1).cumsum(1).flip(1)
-    return spread(x, mask & (later == 1))
+    later = _check.token_mask("place_last", mask).long().flip(1).cumsum(1).flip(1)
+    return _spread("place_last", x, mask & (later == 1))
+
+
+def _spread(function: str, x: Tensor, mask: Tensor) -> Tensor:
+    """Return x[b] [B, T] at every True position of row b, 0 elsewhere."""
+    x = _check.floating(function, "x", _check.rank(function, "x", x, "[B]"))
+    _check.same_shape(function, "x", x, "the rows of mask", mask.shape[:1])
+    return torch.where(mask, x[:, None], torch.zeros_like(x[:, None]))

@@ -40,10 +40,8 @@ def policy(
     """
     _check.within("policy", "clip_low", clip_low, 0.0, 1.0)
     _check.at_least("policy", "clip_high", clip_high, 0.0)
-    new, old, adv = _check.tokens(
-        "policy", mask, logprobs=logprobs.detach(), old_logprobs=old_logprobs, advantages=advantages
-    )
-    log = log_ratio(new, old.detach())
+    new, old, adv = _check.tokens("policy", mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    log = log_ratio(new, old).detach()
     ratio = log.exp()
     held = ((ratio > 1.0 + clip_high) & (adv > 0)) | ((ratio < 1.0 - clip_low) & (adv < 0))
     return {
@@ -75,9 +73,9 @@ def rollout_correction(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Ten
     Source: verl's names; Kong 1992 for the effective sample size.
     """
     old, rollout = _check.tokens(
-        "rollout_correction", mask, old_logprobs=old_logprobs.detach(), rollout_logprobs=rollout_logprobs.detach()
+        "rollout_correction", mask, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs
     )
-    gap = old - rollout
+    gap = (old - rollout).detach()
     log = hold(gap)
     weights = log.exp()
     product = hold(sequence_sum(gap, mask)).exp()
@@ -105,7 +103,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     Example: returns (0, 2), values (0, 1): 1 - 0.25 / 1 = 0.75.
     Source: PPO's public code (openai/baselines, common/math_util).
     """
-    values, returns = _check.tokens("explained_variance", mask, values=values.detach(), returns=returns.detach())
+    values, returns = _check.tokens("explained_variance", mask, values=values, returns=returns)
+    values, returns = values.detach(), returns.detach()
     left, whole = _variance(returns - values, mask), _variance(returns, mask)
     return torch.where(whole > 0, 1.0 - left / torch.where(whole > 0, whole, 1.0), torch.zeros_like(whole))
 

@@ -44,6 +44,8 @@ class Windows:
 class UniformReplay:
     """Trajectories sampled so that every stored step is as likely as any other to be a window's first.
 
+    Source: Lin 1992 (experience replay); windows from any step, as Hausknecht and Stone 2015 (arXiv 1507.06527).
+
     Args:
         capacity: steps to keep, 1 or more. A trajectory that is longer by itself is refused.
     """
@@ -146,7 +148,7 @@ class PrioritizedReplay(UniformReplay):
 
     A new trajectory gets the highest priority held (1 at first), so that it is soon seen. Weights are
     (chance / uniform chance) ** -beta, scaled so that the largest is 1; uniform means by length.
-    Source: Schaul et al. 2015 (arXiv 1511.05952), eq. 1 and section 3.4, with trajectories for transitions.
+    Source: Schaul et al. 2015 (arXiv 1511.05952), section 3.4, with trajectories for transitions.
 
     Args:
         capacity: steps to keep.
@@ -181,18 +183,26 @@ class PrioritizedReplay(UniformReplay):
         _check.floating("update", "priorities", priorities)
         _check.integer("update", "trajectory_ids", trajectory_ids)
         _check.rows("update", trajectory_ids=trajectory_ids, priorities=priorities)
-        for i, priority in zip(trajectory_ids.tolist(), priorities.tolist(), strict=True):
+        given = dict(zip(trajectory_ids.tolist(), priorities.tolist(), strict=True))
+        for priority in given.values():
             if not 0.0 < priority < float("inf"):
                 raise SettingError(f"update: priority is {priority}, want a finite one over 0: add a small constant")
-            if i in self._priorities:
-                self._priorities[i] = priority
+        self._priorities.update({i: priority for i, priority in given.items() if i in self._priorities})
 
     def state_dict(self) -> ReplayState:
         """Return what `load_state_dict` needs to go on from here, priorities included."""
         return {**super().state_dict(), "priorities": dict(self._priorities)}
 
     def load_state_dict(self, state: ReplayState) -> None:
-        """Hold what `state` holds, and nothing else. Raises: SettingError where it is over the capacity."""
+        """Hold what `state` holds, and nothing else.
+
+        Raises: SettingError where it is over the capacity, or has not a priority for each trajectory.
+        """
+        if state["priorities"].keys() != state["trajectories"].keys():
+            raise SettingError(
+                f"load_state_dict: got {len(state['priorities'])} priorities for {len(state['trajectories'])} "
+                "trajectories, want one each: load the state of a PrioritizedReplay"
+            )
         super().load_state_dict(state)
         self._priorities = dict(state["priorities"])
 

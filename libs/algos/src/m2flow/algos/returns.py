@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from m2flow.algos import _check
-from m2flow.algos._scan import reverse_scan
+from m2flow.algos._scan import onward
 from m2flow.algos.errors import SettingError, ShapeError
 
 
@@ -77,11 +77,10 @@ def gae(
     # A step hands z_t = V_t + lam * A_t to the one before it, and A_t = own_t + gamma * z_(t+1): one recurrence, in
     # which a step outside the mask hands on what it was given.
     given = torch.add(now, own, alpha=lam)
-    decay = _decay(mask, end, gamma * lam, own)
-    onward = torch.cat([reverse_scan(given, decay, bootstrap)[:, 1:], bootstrap[:, None]], 1)[:, : mask.shape[1]]
+    future = onward(given, _decay(mask, end, gamma * lam, own), bootstrap)
     if end is not None:
-        onward = onward.masked_fill(end, 0.0)
-    advantages = torch.add(own, onward, alpha=gamma).masked_fill(~mask, 0.0)
+        future = future.masked_fill(end, 0.0)
+    advantages = torch.where(mask, torch.add(own, future, alpha=gamma), 0.0)
     return advantages, advantages + now
 
 
@@ -101,8 +100,9 @@ def reward_to_go(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, terminate
     (rewards,) = _check.tokens("reward_to_go", mask, rewards=rewards)
     _check.within("reward_to_go", "gamma", gamma, 0.0, 1.0)
     end = None if terminated is None else _flags("reward_to_go", "terminated", terminated, mask)
-    nothing = rewards.new_zeros(mask.shape[0])
-    return reverse_scan(rewards, _decay(mask, end, gamma, rewards), nothing).masked_fill(~mask, 0.0)
+    decay = _decay(mask, end, gamma, rewards)
+    future = onward(rewards, decay, rewards.new_zeros(mask.shape[0]))
+    return torch.addcmul(rewards, decay, future).masked_fill(~mask, 0.0)
 
 
 def n_step(
@@ -133,7 +133,7 @@ def n_step(
     Differentiable in rewards and next_values. Raises: DtypeError, ShapeError, SettingError.
     Example: rewards [1, 2, 4], next_values [8, 8, 8], n 2, gamma 0.5, no end: [1 + 1 + 2, 2 + 2 + 2, 4 + 4] = [4, 6,
     8].
-    Source: Sutton and Barto, eq. 7.1; Barth-Maron et al. 2018 (D4PG, arXiv 1804.08617), section 3.
+    Source: Sutton and Barto, section 7.1; Barth-Maron et al. 2018 (D4PG, arXiv 1804.08617).
     """
     rewards, next_values = _check.tokens("n_step", mask, rewards=rewards, next_values=next_values)
     _check.at_least("n_step", "num_steps", num_steps, 1)
@@ -144,8 +144,8 @@ def n_step(
     last = rewards + gamma * next_values.masked_fill(stop, 0.0)
     target = last
     for _ in range(min(num_steps, mask.shape[1]) - 1):
-        onward = torch.nn.functional.pad(target[:, 1:], (0, 1))
-        target = torch.where(end, last, rewards + gamma * onward)
+        future = torch.nn.functional.pad(target[:, 1:], (0, 1))
+        target = torch.where(end, last, rewards + gamma * future)
     return target.masked_fill(~mask, 0.0)
 
 

@@ -29,7 +29,7 @@ def mixed_batch(
         offline_share: in [0, 1]. RLPD's is a half.
 
     Trajectory ids are each replay's own. Raises: ShapeError where fields differ; SettingError where a replay that is
-    needed is empty. Example: batch_size 5, offline_share 0.4: 3 online, 2 offline. Source: algorithm 1, line 8.
+    needed is empty. Example: batch_size 5, offline_share 0.4: 3 online, 2 offline. Source: algorithm 1.
     """
     _check.at_least("mixed_batch", "batch_size", batch_size, 1)
     _check.within("mixed_batch", "offline_share", offline_share, 0.0, 1.0)
@@ -42,10 +42,11 @@ def mixed_batch(
     if len(parts) == 1:
         return parts[0]
     ours, theirs = parts
-    if sorted(ours.fields) != sorted(theirs.fields):
+    layouts = [{name: (list(x.shape[2:]), x.dtype) for name, x in sorted(part.fields.items())} for part in parts]
+    if layouts[0] != layouts[1]:
         raise ShapeError(
-            f"mixed_batch: online has {sorted(ours.fields)} and offline {sorted(theirs.fields)}, want the same fields: "
-            "store the same in both"
+            f"mixed_batch: online has {layouts[0]} and offline {layouts[1]}, want the same fields: store the same in "
+            "both"
         )
     return Windows(
         {name: torch.cat([x, theirs.fields[name]]) for name, x in ours.fields.items()},
@@ -64,7 +65,7 @@ def subset(q: Tensor, *, num_critics: int, generator: torch.Generator) -> Tensor
         generator: of the CPU.
 
     Raises: DtypeError, ShapeError, SettingError. Example: E 3, num_critics 3: q in some order.
-    Source: algorithm 1, line 11; Chen et al. 2021 (REDQ, arXiv 2101.05982).
+    Source: algorithm 1; Chen et al. 2021 (REDQ, arXiv 2101.05982).
     """
     _check.rank("subset", "q", _check.floating("subset", "q", q), "[E, N]")
     _check.within("subset", "num_critics", num_critics, 1, q.shape[0])

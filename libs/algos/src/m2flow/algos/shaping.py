@@ -24,8 +24,8 @@ def overlong(lengths: Tensor, *, max_length: int, buffer_length: int) -> Tensor:
     """
     _check.at_least("overlong", "buffer_length", buffer_length, 1)
     _check.at_least("overlong", "max_length", max_length, buffer_length)
-    over = max_length - buffer_length - _lengths("overlong", lengths)
-    return (over.double() / buffer_length).clamp(-1.0, 0.0).float()
+    left = max_length - buffer_length - _lengths("overlong", lengths)
+    return (left / buffer_length).clamp(-1.0, 0.0).float()
 
 
 def group_length(lengths: Tensor, correct: Tensor, group_ids: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def group_length(lengths: Tensor, correct: Tensor, group_ids: Tensor) -> Tensor:
     _check.boolean("group_length", "correct", correct)
     _check.integer("group_length", "group_ids", group_ids)
     sizes, correct, group_ids = _check.rows(
-        "group_length", lengths=_lengths("group_length", lengths).double(), correct=correct, group_ids=group_ids
+        "group_length", lengths=_lengths("group_length", lengths), correct=correct, group_ids=group_ids
     )
     groups = Groups(group_ids)
     low, high = groups.low(sizes), groups.high(sizes)
@@ -77,13 +77,13 @@ def cosine(
 
     Raises: DtypeError, ShapeError, SettingError.
     Example: lengths (0, 5, 5, 10), correct (1, 1, 0, 1), max_length 10: (2, 1.5, -5, -10).
-    Source: Yeo et al. 2025 (arXiv 2502.03373), section 3.2 and table 5.
+    Source: Yeo et al. 2025 (arXiv 2502.03373), section 4.2.
     """
     _check.at_least("cosine", "max_length", max_length, 1)
     _check.boolean("cosine", "correct", correct)
     if not all(math.isfinite(x) for x in (*correct_range, *wrong_range, exceeded)):
         raise SettingError(f"cosine: got {correct_range}, {wrong_range}, {exceeded}, want finite rewards: change them")
-    sizes, correct = _check.rows("cosine", lengths=_lengths("cosine", lengths).double(), correct=correct)
+    sizes, correct = _check.rows("cosine", lengths=_lengths("cosine", lengths), correct=correct)
     share = (1.0 + torch.cos(sizes * math.pi / max_length)) / 2.0
     right = correct_range[1] + (correct_range[0] - correct_range[1]) * share
     wrong = wrong_range[1] + (wrong_range[0] - wrong_range[1]) * share
@@ -91,5 +91,5 @@ def cosine(
 
 
 def _lengths(function: str, lengths: Tensor) -> Tensor:
-    """Return the lengths, checked to be integer [N]."""
-    return _check.rank(function, "lengths", _check.integer(function, "lengths", lengths), "[N]")
+    """Return the lengths, checked to be integer [N], in float64: a narrow integer would wrap round."""
+    return _check.rank(function, "lengths", _check.integer(function, "lengths", lengths), "[N]").double()

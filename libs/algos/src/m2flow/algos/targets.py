@@ -11,18 +11,18 @@ def update(target: nn.Module, source: nn.Module, *, tau: float) -> None:
     """Move each parameter of `target` to (1 - tau) * target + tau * source, in place; buffers are copied.
 
     Args:
-        target, source: modules with the same names and shapes of parameters and buffers.
+        target, source: modules with the same names, shapes and dtypes of parameters and buffers.
         tau: in [0, 1]; 1 copies.
 
-    Raises: ShapeError where names or shapes differ, before anything is changed; SettingError. No gradient.
+    Raises: ShapeError where these differ, before anything is changed; SettingError. No gradient.
     Example: target 0, source 1, tau 0.25: 0.25, then 0.4375.
-    Source: Lillicrap et al. 2015 (DDPG, arXiv 1509.02971), section 3.
+    Source: Lillicrap et al. 2015 (DDPG, arXiv 1509.02971).
     """
     _check.within("update", "tau", tau, 0.0, 1.0)
     for kind in ("named_parameters", "named_buffers"):
-        ours, theirs = ({name: x.shape for name, x in getattr(m, kind)()} for m in (target, source))
+        ours, theirs = ({name: (list(x.shape), x.dtype) for name, x in getattr(m, kind)()} for m in (target, source))
         if ours != theirs:
-            wrong = sorted(set(ours.items()) ^ set(theirs.items()))[0][0]
+            wrong = next(name for name in sorted({**ours, **theirs}) if ours.get(name) != theirs.get(name))
             raise ShapeError(
                 f"update: {wrong} is {ours.get(wrong)} in target and {theirs.get(wrong)} in source, want the same: "
                 "make target a copy.deepcopy of source"

@@ -61,7 +61,8 @@ def clipped(
 
     Raises: DtypeError, ShapeError, SettingError.
     Example: values 1, old_values 0, returns 1, clip 0.2: max(0, 0.8^2 / 2) = 0.32.
-    Source: Schulman et al., PPO's public code (openai/baselines, ppo2); Andrychowicz et al. 2020, choice C13.
+    Source: Schulman et al., PPO's public code (openai/baselines, ppo2); Andrychowicz et al. 2020
+    (arXiv 2006.05990).
     """
     _check.at_least("clipped", "clip", clip, 0.0)
     _check.above("clipped", "delta", delta, 0.0)

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 from m2flow.comm._connection import Connection
 from m2flow.comm._frames import Kind
+from m2flow.comm._items import rows
 from m2flow.comm._tree import Bytes
 from m2flow.comm.errors import (
     ChannelClosedError,
@@ -31,15 +32,26 @@ class Lease:
 
     __slots__ = ("_data", "_item", "id", "iteration", "key", "number", "producer", "tombstone", "weight")
 
-    def __init__(self, connection: Connection, envelope: comm_pb2.Envelope) -> None:
-        self.id: str = envelope.id
-        self.key: str = envelope.key
-        self.iteration: int = envelope.iteration
-        self.weight: float = envelope.weight
-        self.producer: str = envelope.producer
-        self.tombstone: str = envelope.tombstone
-        self.number: int = envelope.lease
-        self._data: bytes | Bytes | None = connection.open(envelope.payload)
+    def __init__(
+        self,
+        connection: Connection,
+        id: str,
+        key: str,
+        weight: float,
+        tombstone: str,
+        iteration: int,
+        producer: str,
+        number: int,
+        payload: bytes | comm_pb2.Block,
+    ) -> None:
+        self.id = id
+        self.key = key
+        self.iteration = iteration
+        self.weight = weight
+        self.producer = producer
+        self.tombstone = tombstone
+        self.number = number
+        self._data: bytes | Bytes | None = connection.open(payload)
         self._item: Tree = None
 
     @property
@@ -122,7 +134,7 @@ class Asked:
             self._connection.send(Kind.CHANNEL, 0, request.SerializeToString())
 
     def _leases(self, response: comm_pb2.ChannelResponse) -> list[Lease]:
-        return [Lease(self._connection, envelope) for envelope in response.items]
+        return [Lease(self._connection, *row) for row in rows(response.items)]
 
     def _parse(self, body: bytes) -> comm_pb2.ChannelResponse:
         response = comm_pb2.ChannelResponse.FromString(body)

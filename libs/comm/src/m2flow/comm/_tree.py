@@ -4,10 +4,10 @@ Every element costs at least one byte of what is read, so a count that exceeds t
 before anything is made from it.
 """
 
-import itertools
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,14 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _I64 = struct.Struct("<q")
 _F64 = struct.Struct("<d")
+# A tag and what follows it, written in one go.
+_TAG_U32 = struct.Struct("<cI")
+_TAG_U64 = struct.Struct("<cQ")
+_TAG_I64 = struct.Struct("<cq")
+_TAG_F64 = struct.Struct("<cd")
 _ARRAY = struct.Struct("<BB")
+# Keys up to here are kept spelt out.
+_MAX_KEY = 64
 _I64_MIN, _I64_MAX = -(1 << 63), (1 << 63) - 1
 
 
@@ -59,19 +66,17 @@ class TreeWriter:
             name = f"{type(value).__module__}.{type(value).__qualname__}"
             raise PayloadError(f"got a {name}, which has no encoding: register it, if it is a dataclass or named tuple")
 
-    def _count(self, tag: bytes, count: int) -> None:
-        self.out += tag
-        self.out += _U32.pack(count)
-
     def _text(self, value: str) -> None:
         data = value.encode("utf-8", "surrogatepass")
-        self.out += _U32.pack(len(data))
-        self.out += data
+        self.out += _U32.pack(len(data)) + data
 
-    def _all(self, values: Any) -> None:
+    def _enter(self) -> None:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise PayloadError(f"got a tree nested deeper than {MAX_DEPTH}: flatten it (does it contain itself?)")
+
+    def _all(self, values: Iterable[Any]) -> None:
+        self._enter()
         for value in values:
             self.write(value)
         self._depth -= 1
@@ -84,16 +89,13 @@ class TreeWriter:
 
     def _int(self, value: int) -> None:
         if _I64_MIN <= value <= _I64_MAX:
-            self.out += b"i"
-            self.out += _I64.pack(value)
+            self.out += _TAG_I64.pack(b"i", value)
         else:
             data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            self._count(b"I", len(data))
-            self.out += data
+            self.out += _TAG_U32.pack(b"I", len(data)) + data
 
     def _float(self, value: float) -> None:
-        self.out += b"d"
-        self.out += _F64.pack(value)
+        self.out += _TAG_F64.pack(b"d", value)
 
     def _str(self, value: str) -> None:
         self._blob(b"s", b"S", value.encode("utf-8", "surrogatepass"))
@@ -103,23 +105,30 @@ class TreeWriter:
 
     def _blob(self, inside: bytes, beside: bytes, data: bytes) -> None:
         if len(data) <= INLINE_BYTES:
-            self._count(inside, len(data))
-            self.out += data
+            self.out += _TAG_U32.pack(inside, len(data)) + data
         else:
-            self.out += beside + struct.pack("<Q", len(data))
+            self.out += _TAG_U64.pack(beside, len(data))
             self.parts.append(data)
 
     def _list(self, value: list[Any]) -> None:
-        self._count(b"l", len(value))
+        self.out += _TAG_U32.pack(b"l", len(value))
         self._all(value)
 
     def _tuple(self, value: tuple[Any, ...]) -> None:
-        self._count(b"u", len(value))
+        self.out += _TAG_U32.pack(b"u", len(value))
         self._all(value)
 
     def _dict(self, value: dict[Any, Any]) -> None:
-        self._count(b"m", len(value))
-        self._all(itertools.chain.from_iterable(value.items()))
+        self.out += _TAG_U32.pack(b"m", len(value))
+        self._enter()
+        write = self.write
+        for key, item in value.items():
+            if type(key) is str and len(key) <= _MAX_KEY:
+                self.out += _key(key)
+            else:
+                write(key)
+            write(item)
+        self._depth -= 1
 
     def _ndarray(self, value: npt.NDArray[Any]) -> None:
         self._array(b"A", value)
@@ -132,6 +141,13 @@ class TreeWriter:
         self.out += struct.pack(f"<{value.ndim}Q", *value.shape)
         # order "C" copies only what is not already so; reshape keeps a view of what is.
         self.parts.append(np.asarray(value, order="C").reshape(-1).view(np.uint8) if value.nbytes else b"")
+
+
+@lru_cache(maxsize=4096)
+def _key(text: str) -> bytes:
+    """Returns a short string as the tree spells it: the keys of dicts are few and come again and again."""
+    data = text.encode("utf-8", "surrogatepass")
+    return _TAG_U32.pack(b"s", len(data)) + data
 
 
 _WRITERS: dict[type, Callable[[TreeWriter, Any], None]] = {
@@ -244,10 +260,18 @@ class TreeReader:
         return tuple(values), at
 
     def _dict(self, at: int) -> tuple[dict[Any, Any], int]:
-        read, tree = self.read, {}
+        read, data, size = self.read, self._data, self._size
+        tree: dict[Any, Any] = {}
         count, at = self._count(at), at + 4
         for _ in range(count):
-            key, at = read(at)
+            if data[at] == _STR:
+                end = at + 5 + _U32.unpack_from(data, at + 1)[0]
+                if end > size:
+                    raise self._cut(end)
+                key: Any = _decode_text(data[at + 5 : end])
+                at = end
+            else:
+                key, at = read(at)
             value, at = read(at)
             try:
                 tree[key] = value

@@ -20,9 +20,10 @@ __all__ = ["MAX_PAYLOAD_BYTES", "Encoded", "Tree", "decode", "encode", "register
 Tree = Any
 MAX_PAYLOAD_BYTES = 1 << 40
 
-# Magic, layout, bytes of the tree, bytes of the whole, check of all that and of the tree.
+# Magic, layout, bytes of the tree, bytes of the whole; then the check of all that and of the tree.
 _SIZES = struct.Struct("<HHIQ")
-_HEADER_BYTES = _SIZES.size + 4
+_HEADER = struct.Struct("<HHIQI")
+_HEADER_BYTES = _HEADER.size
 _MAGIC = 0x326D
 _LAYOUT = 1
 _ALIGN = 64
@@ -37,12 +38,15 @@ class Encoded:
         self._tree = tree
         self._parts = parts
         size = _HEADER_BYTES + len(tree)
+        # Each part begins at a multiple of 64.
         for part in parts:
             size = _aligned(size) + len(part)
         self.size_bytes = size
 
     def to_bytes(self) -> bytes:
         """Returns the payload as one bytes object."""
+        if not self._parts:
+            return self._header() + self._tree
         pieces: list[bytes | bytearray | memoryview] = [self._header(), self._tree]
         at = _HEADER_BYTES + len(self._tree)
         for part in self._parts:
@@ -86,8 +90,7 @@ def decode(data: bytes | Bytes, *, max_size_bytes: int = MAX_PAYLOAD_BYTES) -> T
     size = len(data)
     if not _HEADER_BYTES <= size <= max_size_bytes:
         raise PayloadError(f"got a payload of {size} bytes, want {_HEADER_BYTES} to {max_size_bytes}")
-    header = bytes(data[:_HEADER_BYTES])
-    magic, layout, tree_bytes, total = _SIZES.unpack_from(header)
+    magic, layout, tree_bytes, total, check = _HEADER.unpack_from(data)
     if magic != _MAGIC or layout != _LAYOUT:
         wanted = f"{_MAGIC:#x} layout {_LAYOUT}"
         raise PayloadError(f"got magic {magic:#x} layout {layout}, want {wanted}: no payload of this version")
@@ -95,11 +98,12 @@ def decode(data: bytes | Bytes, *, max_size_bytes: int = MAX_PAYLOAD_BYTES) -> T
     if total != size or tree_end > size:
         raise PayloadError(f"got {size} bytes, want the {total} that the header says: the payload is cut or altered")
     tree = bytes(data[_HEADER_BYTES:tree_end])
-    if zlib.crc32(tree, zlib.crc32(header[: _SIZES.size])) != int.from_bytes(header[_SIZES.size :], "little"):
+    if zlib.crc32(tree, zlib.crc32(data[: _SIZES.size])) != check:
         raise PayloadError("got a tree that does not match its check: the payload was altered")
     parts = _Parts(data, tree_end)
     result = TreeReader(tree, parts.take).read_all()
-    parts.finish()
+    if parts.at != size:
+        raise PayloadError(f"got {size} bytes, want the {parts.at} up to the end of the last array")
     return result
 
 
@@ -109,20 +113,16 @@ class _Parts:
     def __init__(self, data: bytes | Bytes, at: int) -> None:
         self._data = data
         self._root: Bytes | None = None
-        self._at = at
+        self.at = at
 
     def take(self, size: int) -> Bytes:
-        start = _aligned(self._at)
+        start = _aligned(self.at)
         if size > len(self._data) - start and size:
             raise PayloadError(f"got an array of {size} bytes with {max(0, len(self._data) - start)} left")
         if self._root is None:
             self._root = np.frombuffer(self._data, np.uint8) if isinstance(self._data, bytes) else self._data
-        self._at = start + size
-        return self._root[start : self._at]
-
-    def finish(self) -> None:
-        if self._at != len(self._data):
-            raise PayloadError(f"got {len(self._data)} bytes, want the {self._at} up to the end of the last array")
+        self.at = start + size
+        return self._root[start : self.at]
 
 
 def _aligned(size: int) -> int:

@@ -112,10 +112,8 @@ class CallServer:
 
     def _answer(self, connection: Connection, request_id: int, result: Any) -> None:
         try:
-            if isinstance(result, Lend):
-                payload = connection.lend_slot(result.slot, result.size_bytes)
-            else:
-                payload = connection.pack(encode(result))
+            lent = isinstance(result, Lend)
+            payload = connection.lend_slot(*result) if lent else connection.pack(encode(result))
         except Exception as error:
             self._fail(connection, request_id, error)
             return

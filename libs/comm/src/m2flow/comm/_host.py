@@ -150,7 +150,7 @@ def _entries(connection: Connection, items: comm_pb2.Items) -> list[Entry]:
             iteration,
             peer,
             tombstone,
-            payload if type(payload) is bytes else Passed(connection, payload),
+            payload if isinstance(payload, bytes) else Passed(connection, payload),
         )
         for id, key, weight, tombstone, iteration, _, _, payload in rows(items)
     ]
@@ -174,10 +174,7 @@ def _answer(connection: Connection, request_id: int, entries: Sequence[Entry], r
         items.iterations.extend(column([entry.iteration for entry in entries], 0))
         items.producers.extend(column([entry.producer for entry in entries], ""))
         items.leases.extend([entry.lease for entry in entries])
-        payloads = [entry.payload for entry in entries]
-        add_payloads(
-            items, [payload.give(connection) if isinstance(payload, Passed) else payload for payload in payloads]
-        )
+        add_payloads(items, [_given(entry.payload, connection) for entry in entries])
     if refusal is not None:
         response.failure.CopyFrom(
             comm_pb2.Failure(type=refusal.type, message=refusal.message, peers=refusal.peers),

@@ -480,5 +480,5 @@ def _prefix(view: View[Entry], weight: float) -> list[Entry]:
 
 def _drop(entries: Iterable[Entry]) -> None:
     for entry in entries:
-        if type(entry.payload) is not bytes:
+        if not isinstance(entry.payload, bytes):
             entry.payload.drop()

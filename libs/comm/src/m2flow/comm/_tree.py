@@ -33,13 +33,15 @@ _TAG_U64 = struct.Struct("<cQ")
 _TAG_I64 = struct.Struct("<cq")
 _TAG_F64 = struct.Struct("<cd")
 _ARRAY = struct.Struct("<BB")
-# Keys up to here are kept spelt out.
+# Keys up to here are kept, spelt out and read: those of dicts are few and come again and again.
 _MAX_KEY = 64
 _I64_MIN, _I64_MAX = -(1 << 63), (1 << 63) - 1
 
 
 class TreeWriter:
     """Writes a tree: `out` holds its tagged bytes, `parts` the arrays beside it, each as flat bytes in tree order."""
+
+    __slots__ = ("_depth", "out", "parts")
 
     def __init__(self) -> None:
         self.out = bytearray()
@@ -145,7 +147,7 @@ class TreeWriter:
 
 @lru_cache(maxsize=4096)
 def _key(text: str) -> bytes:
-    """Returns a short string as the tree spells it: the keys of dicts are few and come again and again."""
+    """Returns a short string as the tree spells it."""
     data = text.encode("utf-8", "surrogatepass")
     return _TAG_U32.pack(b"s", len(data)) + data
 
@@ -170,6 +172,8 @@ class TreeReader:
     `next_part` raises PayloadError where fewer bytes are left, before anything is made from them. The common tags are
     read in line, as this is the path of every item; positions are passed along instead of kept.
     """
+
+    __slots__ = ("_data", "_depth", "_next_part", "_size")
 
     def __init__(self, data: bytes, next_part: Callable[[int], Bytes]) -> None:
         self._data = data
@@ -268,7 +272,7 @@ class TreeReader:
                 end = at + 5 + _U32.unpack_from(data, at + 1)[0]
                 if end > size:
                     raise self._cut(end)
-                key: Any = _decode_text(data[at + 5 : end])
+                key: Any = (_decode_key if end - at <= _MAX_KEY else _decode_text)(data[at + 5 : end])
                 at = end
             else:
                 key, at = read(at)
@@ -337,6 +341,7 @@ def _decode_text(data: bytes) -> str:
         raise PayloadError(f"got text that is not UTF-8: {error}") from error
 
 
+_decode_key = lru_cache(maxsize=4096)(_decode_text)
 _STR, _INT, _FLOAT = b"sid"
 _READERS: dict[int, Callable[[TreeReader, int], tuple[Any, int]]] = {
     ord("N"): TreeReader._none,

@@ -90,16 +90,19 @@ def decode(data: bytes | Bytes, *, max_size_bytes: int = MAX_PAYLOAD_BYTES) -> T
     size = len(data)
     if not _HEADER_BYTES <= size <= max_size_bytes:
         raise PayloadError(f"got a payload of {size} bytes, want {_HEADER_BYTES} to {max_size_bytes}")
-    magic, layout, tree_bytes, total, check = _HEADER.unpack_from(data)
+    view = memoryview(data) if isinstance(data, bytes) else data.data
+    magic, layout, tree_bytes, total, check = _HEADER.unpack_from(view)
     if magic != _MAGIC or layout != _LAYOUT:
         wanted = f"{_MAGIC:#x} layout {_LAYOUT}"
         raise PayloadError(f"got magic {magic:#x} layout {layout}, want {wanted}: no payload of this version")
     tree_end = _HEADER_BYTES + tree_bytes
     if total != size or tree_end > size:
         raise PayloadError(f"got {size} bytes, want the {total} that the header says: the payload is cut or altered")
-    tree = bytes(data[_HEADER_BYTES:tree_end])
-    if zlib.crc32(tree, zlib.crc32(data[: _SIZES.size])) != check:
+    tree = bytes(view[_HEADER_BYTES:tree_end])
+    if zlib.crc32(tree, zlib.crc32(view[: _SIZES.size])) != check:
         raise PayloadError("got a tree that does not match its check: the payload was altered")
+    if tree_end == size:
+        return TreeReader(tree, _no_part).read_all()
     parts = _Parts(data, tree_end)
     result = TreeReader(tree, parts.take).read_all()
     if parts.at != size:
@@ -123,6 +126,13 @@ class _Parts:
             self._root = np.frombuffer(self._data, np.uint8) if isinstance(self._data, bytes) else self._data
         self.at = start + size
         return self._root[start : self.at]
+
+
+def _no_part(size: int) -> Bytes:
+    """Stands for the parts of a payload that is all tree."""
+    if size:
+        raise PayloadError(f"got an array of {size} bytes with 0 left")
+    return np.empty(0, np.uint8)
 
 
 def _aligned(size: int) -> int:

@@ -16,7 +16,7 @@ from m2flow.comm._frames import Kind
 from m2flow.comm._parking import Parking
 from m2flow.comm._segments import Slot
 from m2flow.comm.errors import RemoteError
-from m2flow.comm.payload import Tree, decode, encode
+from m2flow.comm.payload import Tree, encode
 from m2flow.proto.comm.v1 import comm_pb2
 
 
@@ -86,7 +86,7 @@ class CallServer:
     def _run(self, connection: Connection, request_id: int, service: str, method: str, args: Any) -> None:
         try:
             handler = self._handlers[service]
-            result = handler(Request(connection.peer, service, method, decode(args)))
+            result = handler(Request(connection.peer, service, method, connection.decode(args)))
         except Exception as error:
             self._fail(connection, request_id, error)
             return
@@ -134,4 +134,4 @@ def read_answer(connection: Connection, body: bytes) -> Tree:
     if response.HasField("failure"):
         failure = response.failure
         raise RemoteError(connection.peer, failure.type, failure.message, failure.traceback)
-    return decode(connection.open(packed_of(response.result)))
+    return connection.decode(connection.open(packed_of(response.result)))

@@ -20,8 +20,8 @@ from m2flow.comm._frames import Kind, ProtocolError
 from m2flow.comm._mappings import BlockRef, Hold, Mapped, Released
 from m2flow.comm._segments import Pool, Segment, Slot
 from m2flow.comm._tree import Bytes
-from m2flow.comm.errors import CommError
-from m2flow.comm.payload import Encoded
+from m2flow.comm.errors import CommError, PayloadError
+from m2flow.comm.payload import Encoded, Tree, decode
 from m2flow.proto.comm.v1 import comm_pb2
 
 # Up to here a copy through the socket is cheaper than a block and its way back.
@@ -71,8 +71,17 @@ class Link(Protocol):
 class Connection:
     """One connection of an endpoint; `peer` is empty until the other end has said hello."""
 
-    def __init__(self, peer: str, pool: Pool, released: Released, on_segment_gone: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        peer: str,
+        pool: Pool,
+        released: Released,
+        on_segment_gone: Callable[[int], None],
+        *,
+        allow_pickle: bool = False,
+    ) -> None:
         self.peer = peer
+        self._allow_pickle = allow_pickle
         # What others remember it by: keeping the connection itself would keep the memory that it maps.
         self.session = next(_sessions)
         self.incarnation = 0
@@ -142,8 +151,11 @@ class Connection:
     def pack(self, encoded: Encoded, *, timeout_s: float | None = None) -> bytes | comm_pb2.Block:
         """Returns what stands for a payload: its bytes, or a block written for this peer alone.
 
-        Blocks while the quota of shared memory is used up; raises TimeoutError after `timeout_s` of that.
+        Blocks while the quota of shared memory is used up; raises TimeoutError after `timeout_s` of that, PayloadError
+        for a pickle that would leave the host.
         """
+        if encoded.pickles and not self.link.passes_fds:
+            raise PayloadError(f"got a pickle for {self.peer!r}, which is reached over gRPC: pickles stay on one host")
         if encoded.size_bytes <= INLINE_BYTES or not self.link.passes_fds:
             return encoded.to_bytes()
         slot = self._pool.take(encoded.size_bytes, timeout_s=timeout_s)
@@ -212,6 +224,15 @@ class Connection:
         return callback
 
     # Payloads in.
+
+    @property
+    def unpickles(self) -> bool:
+        """Says whether what comes this way may be unpickled: within one host, where it is allowed."""
+        return self._allow_pickle and self.link.passes_fds
+
+    def decode(self, data: bytes | Bytes) -> Tree:
+        """Returns the tree of a payload that came this way."""
+        return decode(data, allow_pickle=self.unpickles)
 
     def on_segment(self, body: bytes, fd: int) -> None:
         """Takes in a segment that a SEGMENT frame announces."""

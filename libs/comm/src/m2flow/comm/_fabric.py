@@ -56,6 +56,7 @@ class Fabric:
         quota_bytes: int,
         connect_timeout_s: float,
         tls: object,
+        allow_pickle: bool,
         on_gone: OnGone,
     ) -> None:
         self.identity = identity
@@ -67,6 +68,7 @@ class Fabric:
         # The gRPC side: names and addresses of peers on other hosts, and the module and streams once they are needed.
         self._addresses: dict[str, str] = {}
         self._tls = tls
+        self._allow_pickle = allow_pickle
         self._grpc: Any = None
         self._streams: Any = None
         self._on_frame: dict[Kind, OnFrame] = {}
@@ -154,7 +156,7 @@ class Fabric:
     # Dialling and accepting.
 
     def _new(self, peer: str, *, remote: bool) -> tuple[Connection, Link]:
-        connection = Connection(peer, self.pool, self.released, self._retire)
+        connection = Connection(peer, self.pool, self.released, self._retire, allow_pickle=self._allow_pickle)
         on_frame, on_closed = partial(self._frame, connection), partial(self._gone, connection)
         if remote:
             connection.link = self._grpc.GrpcLink(self.loop, self._streams, on_frame=on_frame, on_closed=on_closed)

@@ -13,6 +13,7 @@ from m2flow.comm._items import add_payloads, column, rows
 from m2flow.comm._mappings import BlockRef
 from m2flow.comm._parking import Parking
 from m2flow.comm._views import Filter
+from m2flow.comm.payload import has_pickle
 from m2flow.proto.comm.v1 import comm_pb2
 
 
@@ -98,6 +99,10 @@ class ChannelHost:
         caller = Caller(connection.session, connection.peer, request_id, partial(_answer, connection, request_id))
         kind = request.WhichOneof("kind")
         if kind == "put":
+            if not connection.link.passes_fds and any(map(has_pickle, request.put.items.payloads)):
+                refusal = Refusal("PayloadError", "got a pickle over gRPC: pickles stay on one host")
+                caller.answer((), refusal)
+                return
             index.put(caller, _entries(connection, request.put.items), wait=request.put.wait)
         elif kind == "get":
             index.get(caller, _filter(request.get), request.get.weight)

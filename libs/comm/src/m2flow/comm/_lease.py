@@ -13,6 +13,7 @@ from m2flow.comm.errors import (
     ChannelFullError,
     CommError,
     IterationEnded,
+    PayloadError,
     PeerLostError,
     TimeoutError_,
 )
@@ -30,7 +31,7 @@ class Lease:
     the next reader of an unacknowledged item must find what the producer wrote.
     """
 
-    __slots__ = ("_data", "_item", "id", "iteration", "key", "number", "producer", "tombstone", "weight")
+    __slots__ = ("_data", "_item", "_unpickles", "id", "iteration", "key", "number", "producer", "tombstone", "weight")
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Lease:
         self.producer = producer
         self.tombstone = tombstone
         self.number = number
+        self._unpickles = connection.unpickles
         self._data: bytes | Bytes | None = connection.open(payload)
         self._item: Tree = None
 
@@ -59,7 +61,7 @@ class Lease:
         """The item's tree; None for a tombstone. Raises PayloadError where it cannot be decoded here."""
         if self._data is not None:
             if not self.tombstone:
-                self._item = decode(self._data)
+                self._item = decode(self._data, allow_pickle=self._unpickles)
             self._data = None
         return self._item
 
@@ -150,6 +152,8 @@ class Asked:
                 return ChannelClosedError(self._channel, failure.message)
             case "ChannelFullError":
                 return ChannelFullError(self._channel)
+            case "PayloadError":
+                return PayloadError(f"channel {self._channel!r}: {failure.message}")
             case "PeerLostError":
                 return PeerLostError(failure.peers[0], f"it died before it closed channel {self._channel!r}")
             case "TimeoutError_":

@@ -5,6 +5,7 @@ before anything is made from it.
 """
 
 import math
+import pickle
 import struct
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -38,12 +39,25 @@ _MAX_KEY = 64
 _I64_MIN, _I64_MAX = -(1 << 63), (1 << 63) - 1
 
 
+class Pickled:
+    """A value that its sender wants to travel as a pickle: within one host, to an endpoint that allows it.
+
+    It arrives as it was sent, with the value in it.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class TreeWriter:
     """Writes a tree: `out` holds its tagged bytes, `parts` the arrays beside it, each as flat bytes in tree order."""
 
-    __slots__ = ("_depth", "out", "parts")
+    __slots__ = ("_depth", "out", "parts", "pickles")
 
     def __init__(self) -> None:
+        self.pickles = False
         self.out = bytearray()
         self.parts: list[Bytes | bytes] = []
         self._depth = 0
@@ -132,6 +146,15 @@ class TreeWriter:
             write(item)
         self._depth -= 1
 
+    def _pickled(self, value: Pickled) -> None:
+        try:
+            data = pickle.dumps(value.value, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise PayloadError(f"got a {type(value.value).__qualname__} that pickle refuses: {error}") from error
+        self.pickles = True
+        self.out += _TAG_U64.pack(b"P", len(data))
+        self.parts.append(data)
+
     def _ndarray(self, value: npt.NDArray[Any]) -> None:
         self._array(b"A", value)
 
@@ -163,6 +186,7 @@ _WRITERS: dict[type, Callable[[TreeWriter, Any], None]] = {
     tuple: TreeWriter._tuple,
     dict: TreeWriter._dict,
     np.ndarray: TreeWriter._ndarray,
+    Pickled: TreeWriter._pickled,
 }
 
 
@@ -173,9 +197,10 @@ class TreeReader:
     read in line, as this is the path of every item; positions are passed along instead of kept.
     """
 
-    __slots__ = ("_data", "_depth", "_next_part", "_size")
+    __slots__ = ("_data", "_depth", "_next_part", "_size", "_unpickles")
 
-    def __init__(self, data: bytes, next_part: Callable[[int], Bytes]) -> None:
+    def __init__(self, data: bytes, next_part: Callable[[int], Bytes], *, unpickles: bool) -> None:
+        self._unpickles = unpickles
         self._data = data
         self._size = len(data)
         self._depth = 0
@@ -249,6 +274,15 @@ class TreeReader:
 
     def _long_str(self, at: int) -> tuple[str, int]:
         return _decode_text(self._next_part(_U64.unpack_from(self._data, at)[0]).tobytes()), at + 8
+
+    def _pickled(self, at: int) -> tuple[Any, int]:
+        if not self._unpickles:
+            raise PayloadError("got a pickle, which this end does not take: allow_pickle=True takes those of one host")
+        data = self._next_part(_U64.unpack_from(self._data, at)[0])
+        try:
+            return Pickled(pickle.loads(data.tobytes())), at + 8
+        except Exception as error:
+            raise PayloadError(f"got a pickle that cannot be read here: {error}") from error
 
     def _list(self, at: int) -> tuple[list[Any], int]:
         read, values = self.read, []
@@ -358,6 +392,7 @@ _READERS: dict[int, Callable[[TreeReader, int], tuple[Any, int]]] = {
     ord("A"): TreeReader._array,
     ord("G"): TreeReader._scalar,
     ord("T"): TreeReader._tensor,
+    ord("P"): TreeReader._pickled,
 }
 
 # Every tag that this version reads: what a fuzzer likes to write.

@@ -49,8 +49,9 @@ class Endpoint:
     `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
     run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way;
     `connect_timeout_s` is how long a peer, a service or a channel may take to appear; `tls` secures what crosses hosts.
-    With `by_reference` a message to an endpoint in this same process is the object itself. Create it after forking,
-    never before.
+    With `by_reference` a message to an endpoint in this same process is the object itself. With `allow_pickle` what a
+    peer on this host sent as `Pickled` is unpickled here, which lets it run anything. Create it after forking, never
+    before.
 
     Raises ValueError for a name or a directory that will not do, CommError where a living endpoint has the name.
     """
@@ -65,6 +66,7 @@ class Endpoint:
         connect_timeout_s: float = 10.0,
         tls: Tls | None = None,
         by_reference: bool = True,
+        allow_pickle: bool = False,
     ) -> None:
         self.name = name
         self._by_reference = by_reference
@@ -77,6 +79,7 @@ class Endpoint:
             quota_bytes=default_quota_bytes() if quota_bytes is None else quota_bytes,
             connect_timeout_s=connect_timeout_s,
             tls=tls,
+            allow_pickle=allow_pickle,
             on_gone=self._on_gone,
         )
         self._calls = CallServer(self._executor, Parking(self._fabric.loop, connect_timeout_s))
@@ -343,6 +346,7 @@ class Endpoint:
         """Says goodbye to all peers and frees thread, sockets and memory. Blocks shortly; may be called twice."""
         self._fabric.close()
         self._executor.close()
+        self._weights.close()
 
 
 def _discard(connection: Connection, done: "Future[bytes]") -> None:

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from m2flow.comm._registry import register
-from m2flow.comm._tree import Bytes, TreeReader, TreeWriter
+from m2flow.comm._tree import Bytes, Pickled, TreeReader, TreeWriter
 from m2flow.comm.errors import PayloadError
 
-__all__ = ["MAX_PAYLOAD_BYTES", "Encoded", "Tree", "decode", "encode", "register"]
+__all__ = ["MAX_PAYLOAD_BYTES", "Encoded", "Pickled", "Tree", "decode", "encode", "has_pickle", "register"]
 
-# dict, list, tuple, registered dataclass or named tuple, None, str, bytes, bool, int, float, numpy array, torch tensor.
+# dict, list, tuple, registered dataclass or named tuple, None, str, bytes, bool, int, float, numpy array, torch tensor;
+# and what `Pickled` names.
 Tree = Any
 MAX_PAYLOAD_BYTES = 1 << 40
 
@@ -26,15 +27,18 @@ _HEADER = struct.Struct("<HHIQI")
 _HEADER_BYTES = _HEADER.size
 _MAGIC = 0x326D
 _LAYOUT = 1
+# The same with pickles in it: said in the header, so that it can be refused without reading the tree.
+_LAYOUT_WITH_PICKLE = 2
 _ALIGN = 64
 
 
 class Encoded:
     """A tree ready to be written: its header and structure are bytes already, its arrays still lie where they were."""
 
-    __slots__ = ("_parts", "_tree", "size_bytes")
+    __slots__ = ("_parts", "_tree", "pickles", "size_bytes")
 
-    def __init__(self, tree: bytearray, parts: list[Bytes | bytes]) -> None:
+    def __init__(self, tree: bytearray, parts: list[Bytes | bytes], *, pickles: bool) -> None:
+        self.pickles = pickles
         self._tree = tree
         self._parts = parts
         size = _HEADER_BYTES + len(tree)
@@ -66,7 +70,8 @@ class Encoded:
             target[start:at] = part if isinstance(part, np.ndarray) else np.frombuffer(part, np.uint8)
 
     def _header(self) -> bytes:
-        sizes = _SIZES.pack(_MAGIC, _LAYOUT, len(self._tree), self.size_bytes)
+        layout = _LAYOUT_WITH_PICKLE if self.pickles else _LAYOUT
+        sizes = _SIZES.pack(_MAGIC, layout, len(self._tree), self.size_bytes)
         return sizes + zlib.crc32(self._tree, zlib.crc32(sizes)).to_bytes(4, "little")
 
 
@@ -77,22 +82,28 @@ def encode(tree: Tree) -> Encoded:
     """
     writer = TreeWriter()
     writer.write(tree)
-    return Encoded(writer.out, writer.parts)
+    return Encoded(writer.out, writer.parts, pickles=writer.pickles)
 
 
-def decode(data: bytes | Bytes, *, max_size_bytes: int = MAX_PAYLOAD_BYTES) -> Tree:
+def has_pickle(data: bytes | Bytes) -> bool:
+    """Says whether a payload's header admits pickles: one whose header does not is refused when it holds any."""
+    return len(data) >= _HEADER_BYTES and int.from_bytes(data[2:4], "little") != _LAYOUT
+
+
+def decode(data: bytes | Bytes, *, max_size_bytes: int = MAX_PAYLOAD_BYTES, allow_pickle: bool = False) -> Tree:
     """Returns the tree of a payload; its arrays lie on `data` without a copy and numpy's are read-only.
 
     `data` is the payload's bytes, or a uint8 array of shape [size_bytes] over them. Tensors over immutable bytes are
     copied once, as torch has no read-only tensors. Raises PayloadError for bytes that are cut, altered in the header or
-    the tree, or more than `max_size_bytes`; nothing is allocated before sizes are checked. Does not block.
+    the tree, or more than `max_size_bytes`; nothing is allocated before sizes are checked. A pickle, which can run
+    anything, is refused unless the caller trusts where the bytes come from and says `allow_pickle`. Does not block.
     """
     size = len(data)
     if not _HEADER_BYTES <= size <= max_size_bytes:
         raise PayloadError(f"got a payload of {size} bytes, want {_HEADER_BYTES} to {max_size_bytes}")
     view = memoryview(data) if isinstance(data, bytes) else data.data
     magic, layout, tree_bytes, total, check = _HEADER.unpack_from(view)
-    if magic != _MAGIC or layout != _LAYOUT:
+    if magic != _MAGIC or layout not in (_LAYOUT, _LAYOUT_WITH_PICKLE):
         wanted = f"{_MAGIC:#x} layout {_LAYOUT}"
         raise PayloadError(f"got magic {magic:#x} layout {layout}, want {wanted}: no payload of this version")
     tree_end = _HEADER_BYTES + tree_bytes
@@ -101,10 +112,11 @@ def decode(data: bytes | Bytes, *, max_size_bytes: int = MAX_PAYLOAD_BYTES) -> T
     tree = bytes(view[_HEADER_BYTES:tree_end])
     if zlib.crc32(tree, zlib.crc32(view[: _SIZES.size])) != check:
         raise PayloadError("got a tree that does not match its check: the payload was altered")
+    unpickles = allow_pickle and layout == _LAYOUT_WITH_PICKLE
     if tree_end == size:
-        return TreeReader(tree, _no_part).read_all()
+        return TreeReader(tree, _no_part, unpickles=unpickles).read_all()
     parts = _Parts(data, tree_end)
-    result = TreeReader(tree, parts.take).read_all()
+    result = TreeReader(tree, parts.take, unpickles=unpickles).read_all()
     if parts.at != size:
         raise PayloadError(f"got {size} bytes, want the {parts.at} up to the end of the last array")
     return result

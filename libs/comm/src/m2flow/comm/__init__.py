@@ -15,7 +15,7 @@ from m2flow.comm.errors import (
     RemoteError,
     TimeoutError_,
 )
-from m2flow.comm.payload import Encoded, Tree, decode, encode, register
+from m2flow.comm.payload import Encoded, Pickled, Tree, decode, encode, register
 from m2flow.comm.resharding import Box, Shard
 from m2flow.comm.routing import Address, Route, explain_route, route
 from m2flow.comm.tls import Tls
@@ -37,6 +37,7 @@ __all__ = [
     "Lease",
     "PayloadError",
     "PeerLostError",
+    "Pickled",
     "Prepared",
     "Put",
     "RankGroup",

@@ -10,13 +10,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
-from m2flow.comm._connection import Connection
+from m2flow.comm._connection import Connection, message_of, packed_of
 from m2flow.comm._executor import LaneExecutor
 from m2flow.comm._frames import Kind
 from m2flow.comm._parking import Parking
 from m2flow.comm._segments import Slot
 from m2flow.comm.errors import RemoteError
-from m2flow.comm.payload import Tree, decode, encode
+from m2flow.comm.payload import Tree, encode
 from m2flow.proto.comm.v1 import comm_pb2
 
 
@@ -52,7 +52,7 @@ class CallServer:
     def add(self, service: str, handler: Handler, *, prompt: bool = False) -> None:
         """Serves a service, on the io thread; raises ValueError for a name that is taken.
 
-        A `prompt` handler never waits and answers with little: it runs on the io thread, without a thread's detour.
+        A `prompt` handler never waits, answers with little and minds no thread: it runs on the one that reads.
         """
         if service in self._handlers:
             raise ValueError(f"service {service!r} has a handler already: give this one another name")
@@ -65,7 +65,7 @@ class CallServer:
         """Handles a CALL frame, on the io thread."""
         message = comm_pb2.CallRequest.FromString(body)
         # A block is opened here, in the order of frames: its segment may be retired by the next one.
-        args = connection.open(message.args)
+        args = connection.open(packed_of(message.args))
         job = partial(self._run, connection, request_id, message.service, message.method, args)
         prompt = message.service in self._prompt
         submit = job if prompt else partial(self._executor.submit, (connection, message.service), job)
@@ -75,10 +75,18 @@ class CallServer:
         refusal = LookupError(f"no service {message.service!r} here, want one of {sorted(self._handlers)}")
         self._parking.park(message.service, submit, partial(self._fail, connection, request_id, refusal))
 
+    def on_prompt_call(self, connection: Connection, request_id: int, body: bytes) -> bool:
+        """Handles a CALL frame on a thread that waits, if its service is a prompt one; says whether it did."""
+        message = comm_pb2.CallRequest.FromString(body)
+        if message.service not in self._prompt:
+            return False
+        self._run(connection, request_id, message.service, message.method, connection.open(packed_of(message.args)))
+        return True
+
     def _run(self, connection: Connection, request_id: int, service: str, method: str, args: Any) -> None:
         try:
             handler = self._handlers[service]
-            result = handler(Request(connection.peer, service, method, decode(args)))
+            result = handler(Request(connection.peer, service, method, connection.decode(args)))
         except Exception as error:
             self._fail(connection, request_id, error)
             return
@@ -104,14 +112,12 @@ class CallServer:
 
     def _answer(self, connection: Connection, request_id: int, result: Any) -> None:
         try:
-            if isinstance(result, Lend):
-                payload = connection.lend_slot(result.slot, result.size_bytes)
-            else:
-                payload = connection.pack(encode(result))
+            lent = isinstance(result, Lend)
+            payload = connection.lend_slot(*result) if lent else connection.pack(encode(result))
         except Exception as error:
             self._fail(connection, request_id, error)
             return
-        connection.send(Kind.REPLY, request_id, comm_pb2.CallResponse(result=payload).SerializeToString())
+        connection.send(Kind.REPLY, request_id, comm_pb2.CallResponse(result=message_of(payload)).SerializeToString())
 
     def _fail(self, connection: Connection, request_id: int, error: BaseException) -> None:
         failure = comm_pb2.Failure(
@@ -128,4 +134,4 @@ def read_answer(connection: Connection, body: bytes) -> Tree:
     if response.HasField("failure"):
         failure = response.failure
         raise RemoteError(connection.peer, failure.type, failure.message, failure.traceback)
-    return decode(connection.open(response.result))
+    return connection.decode(connection.open(packed_of(response.result)))

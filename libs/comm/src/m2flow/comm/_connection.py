@@ -8,26 +8,50 @@ back, or that its reader vanished, which makes the segment unusable for anything
 import itertools
 import os
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from m2flow.comm import _frames
 from m2flow.comm._frames import Kind, ProtocolError
 from m2flow.comm._mappings import BlockRef, Hold, Mapped, Released
 from m2flow.comm._segments import Pool, Segment, Slot
 from m2flow.comm._tree import Bytes
-from m2flow.comm.errors import CommError
-from m2flow.comm.payload import Encoded
+from m2flow.comm.errors import CommError, PayloadError
+from m2flow.comm.payload import Encoded, Tree, decode
 from m2flow.proto.comm.v1 import comm_pb2
 
 # Up to here a copy through the socket is cheaper than a block and its way back.
 INLINE_BYTES = 32 << 10
 
+_T = TypeVar("_T")
 OnReturned = Callable[[bool], None]
 _sessions = itertools.count(1)
+
+
+class Answer(Future[_T]):
+    """A future that comes over a link: whoever waits for it reads the link meanwhile, as no other thread is quicker."""
+
+    link: "Link | None" = None
+
+    def result(self, timeout: float | None = None) -> _T:
+        """Like Future's."""
+        return super().result(self._read(timeout))
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Like Future's."""
+        return super().exception(self._read(timeout))
+
+    def _read(self, timeout: float | None) -> float | None:
+        """Reads the link until this is done or the time is over; returns the time left."""
+        if self.link is None or self.done():
+            return timeout
+        since = time.monotonic()
+        self.link.read_until(self, timeout)
+        return None if timeout is None else max(0.0, timeout - (time.monotonic() - since))
 
 
 class Link(Protocol):
@@ -38,6 +62,7 @@ class Link(Protocol):
 
     def send(self, data: bytes, fd: int | None = None, *, wait: bool = True) -> None: ...
     def wait_sent(self, timeout_s: float) -> bool: ...
+    def read_until(self, future: Future[Any], timeout_s: float | None) -> None: ...
     def close(self) -> None: ...
     def fail(self, reason: str) -> None: ...
     def abandon(self) -> None: ...
@@ -46,8 +71,17 @@ class Link(Protocol):
 class Connection:
     """One connection of an endpoint; `peer` is empty until the other end has said hello."""
 
-    def __init__(self, peer: str, pool: Pool, released: Released, on_segment_gone: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        peer: str,
+        pool: Pool,
+        released: Released,
+        on_segment_gone: Callable[[int], None],
+        *,
+        allow_pickle: bool = False,
+    ) -> None:
         self.peer = peer
+        self._allow_pickle = allow_pickle
         # What others remember it by: keeping the connection itself would keep the memory that it maps.
         self.session = next(_sessions)
         self.incarnation = 0
@@ -60,7 +94,6 @@ class Connection:
         self._ids = itertools.count(1)
         self._calls: dict[int, Future[bytes]] = {}
         self._lost: CommError | None = None
-        self._on_lost: list[Callable[[CommError], None]] = []
         self._lock = threading.Lock()
         self._announced: set[int] = set()
         self._lent: defaultdict[tuple[int, int], list[OnReturned]] = defaultdict(list)
@@ -71,7 +104,8 @@ class Connection:
     def call(self, kind: Kind, body: bytes) -> tuple[int, "Future[bytes]"]:
         """Sends a request; returns its id and the future of its answer's body, which fails when the peer is lost."""
         request_id = next(self._ids)
-        future: Future[bytes] = Future()
+        future: Answer[bytes] = Answer()
+        future.link = self.link
         with self._lock:
             if self._lost is None:
                 self._calls[request_id] = future
@@ -97,15 +131,6 @@ class Connection:
         except BrokenPipeError:
             return
 
-    def on_lost(self, callback: Callable[[CommError], None]) -> None:
-        """Calls `callback(error)` once when the peer is lost, at once if it is already. It must not block."""
-        with self._lock:
-            lost = self._lost
-            if lost is None:
-                self._on_lost.append(callback)
-        if lost is not None:
-            callback(lost)
-
     def lose(self, error: CommError) -> None:
         """Fails what is under way, and takes back what is lent as unusable. Runs once, on the io thread."""
         with self._lock:
@@ -114,9 +139,6 @@ class Connection:
             self._lost = error
             calls, self._calls = self._calls, {}
             lent, self._lent = self._lent, defaultdict(list)
-            on_lost, self._on_lost = self._on_lost, []
-        for callback in on_lost:
-            callback(error)
         for future in calls.values():
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
@@ -126,13 +148,16 @@ class Connection:
 
     # Payloads out.
 
-    def pack(self, encoded: Encoded, *, timeout_s: float | None = None) -> comm_pb2.Payload:
-        """Returns the message that stands for a payload: its bytes, or a block written for this peer alone.
+    def pack(self, encoded: Encoded, *, timeout_s: float | None = None) -> bytes | comm_pb2.Block:
+        """Returns what stands for a payload: its bytes, or a block written for this peer alone.
 
-        Blocks while the quota of shared memory is used up; raises TimeoutError after `timeout_s` of that.
+        Blocks while the quota of shared memory is used up; raises TimeoutError after `timeout_s` of that, PayloadError
+        for a pickle that would leave the host.
         """
-        if not self.link.passes_fds or encoded.size_bytes <= INLINE_BYTES:
-            return comm_pb2.Payload(data=encoded.to_bytes())
+        if encoded.pickles and not self.link.passes_fds:
+            raise PayloadError(f"got a pickle for {self.peer!r}, which is reached over gRPC: pickles stay on one host")
+        if encoded.size_bytes <= INLINE_BYTES or not self.link.passes_fds:
+            return encoded.to_bytes()
         slot = self._pool.take(encoded.size_bytes, timeout_s=timeout_s)
         try:
             encoded.write_into(slot.view(encoded.size_bytes))
@@ -140,19 +165,21 @@ class Connection:
         finally:
             self._pool.let_go(slot)
 
-    def lend_slot(self, slot: Slot, size_bytes: int) -> comm_pb2.Payload:
-        """Returns the message that lends the peer the first bytes of a slot of this process."""
+    def lend_slot(self, slot: Slot, size_bytes: int) -> comm_pb2.Block:
+        """Lends the peer the first bytes of a slot of this process; returns their name."""
         self._pool.hold(slot)
         ref = BlockRef(slot.segment.id, slot.offset_bytes, size_bytes)
-        return self.lend(ref, slot.segment, lambda abandoned: self._pool.let_go(slot, abandoned=abandoned))
+        self.lend(ref, slot.segment, lambda abandoned: self._pool.let_go(slot, abandoned=abandoned))
+        return comm_pb2.Block(**ref._asdict())
 
-    def take_back(self, payload: comm_pb2.Payload) -> None:
-        """Undoes the lending of a payload that was packed and never sent."""
-        if payload.HasField("block"):
-            self._returned(payload.block)(False)
+    def take_back(self, packed: Iterable[bytes | comm_pb2.Block]) -> None:
+        """Undoes the lending of what was packed and never sent."""
+        for payload in packed:
+            if isinstance(payload, comm_pb2.Block):
+                self._returned(payload)(False)
 
-    def lend(self, block: BlockRef, segment: Segment | Mapped, on_returned: OnReturned) -> comm_pb2.Payload:
-        """Returns the message that lends the peer a block of a segment; `on_returned(abandoned)` is called once."""
+    def lend(self, block: BlockRef, segment: Segment | Mapped, on_returned: OnReturned) -> None:
+        """Lends the peer a block of a segment; `on_returned(abandoned)` is called once."""
         with self._lock:
             lost = self._lost is not None
             if not lost:
@@ -162,7 +189,6 @@ class Connection:
                     self._announce(segment)
         if lost:
             on_returned(False)
-        return comm_pb2.Payload(block=comm_pb2.Block(**block._asdict()))
 
     def retire(self, segment_id: int) -> None:
         """Tells the peer that a segment announced to it will not be used again."""
@@ -199,6 +225,15 @@ class Connection:
 
     # Payloads in.
 
+    @property
+    def unpickles(self) -> bool:
+        """Says whether what comes this way may be unpickled: within one host, where it is allowed."""
+        return self._allow_pickle and self.link.passes_fds
+
+    def decode(self, data: bytes | Bytes) -> Tree:
+        """Returns the tree of a payload that came this way."""
+        return decode(data, allow_pickle=self.unpickles)
+
     def on_segment(self, body: bytes, fd: int) -> None:
         """Takes in a segment that a SEGMENT frame announces."""
         message = comm_pb2.Segment.FromString(body)
@@ -218,14 +253,24 @@ class Connection:
             raise ProtocolError(f"got a block of segment {block.segment:x}, which was not announced")
         return BlockRef(block.segment, block.offset_bytes, block.size_bytes), mapped
 
-    def open(self, payload: comm_pb2.Payload) -> bytes | Bytes:
+    def open(self, payload: bytes | comm_pb2.Block) -> bytes | Bytes:
         """Returns a payload's bytes, in place where they lie in shared memory: its block is held while they live."""
-        if not payload.HasField("block"):
-            return payload.data
-        block, mapped = self.segment_of(payload.block)
+        if isinstance(payload, bytes):
+            return payload
+        block, mapped = self.segment_of(payload)
         return Hold(mapped.bytes_of(block), partial(self._released.add, self, block)).array()
 
     def release(self, blocks: list[BlockRef], *, abandoned: bool = False) -> None:
         """Tells the peer that blocks it lent are not read any more."""
         message = comm_pb2.Release(blocks=[comm_pb2.Block(**block._asdict()) for block in blocks], abandoned=abandoned)
         self.send(Kind.RELEASE, 0, message.SerializeToString())
+
+
+def message_of(packed: bytes | comm_pb2.Block) -> comm_pb2.Payload:
+    """Returns a packed payload as a message of its own."""
+    return comm_pb2.Payload(data=packed) if isinstance(packed, bytes) else comm_pb2.Payload(block=packed)
+
+
+def packed_of(message: comm_pb2.Payload) -> bytes | comm_pb2.Block:
+    """Returns what a message of a payload holds."""
+    return message.block if message.HasField("block") else message.data

@@ -39,6 +39,7 @@ _GOODBYE_TIMEOUT_S = 1.0
 _log = logging.getLogger("m2flow.comm")
 
 OnFrame = Callable[[Connection, int, bytes], None]
+OnPromptCall = Callable[[Connection, int, bytes], bool]
 OnGone = Callable[[Connection, bool], None]
 
 _living: "weakref.WeakSet[Fabric]" = weakref.WeakSet()
@@ -55,6 +56,7 @@ class Fabric:
         quota_bytes: int,
         connect_timeout_s: float,
         tls: object,
+        allow_pickle: bool,
         on_gone: OnGone,
     ) -> None:
         self.identity = identity
@@ -66,11 +68,14 @@ class Fabric:
         # The gRPC side: names and addresses of peers on other hosts, and the module and streams once they are needed.
         self._addresses: dict[str, str] = {}
         self._tls = tls
+        self._allow_pickle = allow_pickle
         self._grpc: Any = None
         self._streams: Any = None
         self._on_frame: dict[Kind, OnFrame] = {}
+        self._on_prompt_call: OnPromptCall = _no_call
         self._on_gone = on_gone
         self._dialled: dict[str, Connection] = {}
+        self._accepted: dict[str, Connection] = {}
         self._all: set[Connection] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -81,10 +86,13 @@ class Fabric:
             self._directory.close()
             raise
 
-    def start(self, on_frame: dict[Kind, OnFrame]) -> None:
-        """Begins to accept and to answer: `on_frame` maps kinds of frames to what handles them."""
-        self._on_frame = on_frame
-        self.loop.add(self._listener.fileno(), READ, self._accept)
+    def start(self, on_frame: dict[Kind, OnFrame], on_prompt_call: OnPromptCall) -> None:
+        """Begins to accept and to answer: `on_frame` maps kinds of frames to what handles them, on the io thread.
+
+        A CALL that a waiting thread reads is offered to `on_prompt_call` first, which says whether it has handled it.
+        """
+        self._on_frame, self._on_prompt_call = on_frame, on_prompt_call
+        self.loop.watch(self._listener.fileno(), READ, self._accept)
         self.loop.start()
         _living.add(self)
 
@@ -104,6 +112,11 @@ class Fabric:
         else:
             self._remote().dial(self._addresses[peer], link)
         return connection
+
+    def link_from(self, peer: str) -> Link:
+        """Returns the link that a peer's own frames come by: the one that it dialled, where both have dialled."""
+        connection = self._accepted.get(peer)
+        return self.connection(peer).link if connection is None else connection.link
 
     def add_address(self, peer: str, address: str) -> None:
         """Dials a peer over gRPC at an address from now on."""
@@ -143,12 +156,13 @@ class Fabric:
     # Dialling and accepting.
 
     def _new(self, peer: str, *, remote: bool) -> tuple[Connection, Link]:
-        connection = Connection(peer, self.pool, self.released, self._retire)
+        connection = Connection(peer, self.pool, self.released, self._retire, allow_pickle=self._allow_pickle)
         on_frame, on_closed = partial(self._frame, connection), partial(self._gone, connection)
         if remote:
             connection.link = self._grpc.GrpcLink(self.loop, self._streams, on_frame=on_frame, on_closed=on_closed)
         else:
-            connection.link = UnixLink(self.loop, on_frame=on_frame, on_closed=on_closed)
+            take = partial(self._take, connection)
+            connection.link = UnixLink(self.loop, on_frame=on_frame, take=take, on_closed=on_closed)
         self._all.add(connection)
         return connection, connection.link
 
@@ -189,14 +203,18 @@ class Fabric:
         except OSError as error:
             # Out of descriptors: the caller waits in the backlog, and the io thread must not spin on it.
             _log.warning("endpoint %s cannot accept: %s", self.identity.name, error)
-            self.loop.change(self._listener.fileno(), 0)
-            self.loop.call_later(_REACCEPT_S, partial(self.loop.change, self._listener.fileno(), READ))
+            self.loop.remove(self._listener.fileno())
+            self.loop.call_later(_REACCEPT_S, self._accept_again)
             return
         with self._lock:
             connection, link = self._new("", remote=False)
         assert isinstance(link, UnixLink)
         link.attach(accepted)
         self._await_hello(connection)
+
+    def _accept_again(self) -> None:
+        if not self._closed:
+            self.loop.watch(self._listener.fileno(), READ, self._accept)
 
     def _await_hello(self, connection: Connection) -> None:
         self.loop.call_later(_HELLO_TIMEOUT_S, partial(self._expect_hello, weakref.ref(connection)))
@@ -207,6 +225,17 @@ class Fabric:
             connection.link.fail(f"it said no hello within {_HELLO_TIMEOUT_S} s")
 
     # Frames.
+
+    def _take(self, connection: Connection, kind: Kind, request_id: int, body: bytes, fd: int | None) -> bool:
+        """Deals with a frame on a thread that waits, if any thread may; says whether it did."""
+        if kind is Kind.REPLY:
+            connection.answered(request_id, body)
+        elif kind is Kind.SEGMENT:
+            assert fd is not None
+            connection.on_segment(body, fd)
+        else:
+            return kind is Kind.CALL and self._on_prompt_call(connection, request_id, body)
+        return True
 
     def _frame(self, connection: Connection, kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
         try:
@@ -242,6 +271,7 @@ class Fabric:
         if was_accepted:
             connection.send(Kind.HELLO, 0, self.identity.hello())
             with self._lock:
+                self._accepted[connection.peer] = connection
                 self._dialled.setdefault(connection.peer, connection)
 
     # Endings.
@@ -249,20 +279,26 @@ class Fabric:
     def _gone(self, connection: Connection, reason: str) -> None:
         with self._lock:
             self._all.discard(connection)
-            if self._dialled.get(connection.peer) is connection:
-                del self._dialled[connection.peer]
-        connection.lose(PeerLostError(connection.peer, reason))
+            for by_name in (self._dialled, self._accepted):
+                if by_name.get(connection.peer) is connection:
+                    del by_name[connection.peer]
+        self._lose(connection, PeerLostError(connection.peer, reason))
         if connection.greeted:
             # Peers hang up on an endpoint that has said goodbye: what ends then is no death either.
             self._on_gone(connection, not connection.left and not self._closed)
+
+    def _lose(self, connection: Connection, error: CommError) -> None:
+        connection.lose(error)
+        self.mailbox.fail(connection.peer, error)
 
     def _shut(self) -> None:
         with self._lock:
             connections, self._all = self._all, set()
             self._dialled.clear()
+            self._accepted.clear()
         for connection in connections:
             connection.link.close()
-            connection.lose(CommError(f"endpoint {self.identity.name!r} was closed"))
+            self._lose(connection, CommError(f"endpoint {self.identity.name!r} was closed"))
         self.loop.remove(self._listener.fileno())
         self._listener.close()
         self._directory.unlink(self.identity.name, self._inode)
@@ -279,8 +315,9 @@ class Fabric:
     # Memory.
 
     def _send_releases(self) -> None:
-        for connection, blocks in self.released.drain().items():
-            connection.release(blocks)
+        if self.released:
+            for connection, blocks in self.released.drain().items():
+                connection.release(blocks)
 
     def _retire(self, segment_id: int) -> None:
         self.loop.call(partial(self._retire_now, segment_id))
@@ -290,6 +327,11 @@ class Fabric:
             connections = list(self._all)
         for connection in connections:
             connection.retire(segment_id)
+
+
+def _no_call(connection: Connection, request_id: int, body: bytes) -> bool:
+    """Before the endpoint has started no call is handled."""
+    return False
 
 
 def _abandon_all() -> None:

@@ -101,6 +101,9 @@ class GrpcLink:
         with self._lock:
             return self._drained.wait_for(lambda: not self._out_bytes or self._closed, timeout_s)
 
+    def read_until(self, future: "Future[Any]", timeout_s: float | None) -> None:
+        """Does nothing: a stream is read by its own thread."""
+
     def close(self) -> None:
         """Ends the stream. `on_closed` is not called."""
         with self._lock:

@@ -8,47 +8,41 @@ from functools import partial
 
 from m2flow.comm._connection import Connection
 from m2flow.comm._frames import Kind, ProtocolError
-from m2flow.comm._index import Caller, ChannelIndex, Entry, Refusal
+from m2flow.comm._index import Caller, ChannelIndex, Entry, Held, Refusal
+from m2flow.comm._items import add_payloads, column, rows
 from m2flow.comm._mappings import BlockRef
 from m2flow.comm._parking import Parking
 from m2flow.comm._views import Filter
+from m2flow.comm.payload import has_pickle
 from m2flow.proto.comm.v1 import comm_pb2
 
 
 class Passed:
-    """An item's envelope on its way through, and the block it lies in, which readers borrow until all have let go."""
+    """A payload on its way through, in a block that readers borrow until all have let go."""
 
-    __slots__ = ("_abandoned", "_block", "_from", "_holds", "_mapped", "envelope")
+    __slots__ = ("_abandoned", "_block", "_from", "_holds", "_mapped", "_message")
 
-    def __init__(self, connection: Connection, envelope: comm_pb2.Envelope) -> None:
-        envelope.producer = connection.peer
-        self.envelope = envelope
-        self._block: BlockRef | None = None
-        if envelope.payload.HasField("block"):
-            self._block, self._mapped = connection.segment_of(envelope.payload.block)
-            self._from = connection
-            self._abandoned = False
-            self._holds = 1
+    def __init__(self, connection: Connection, block: comm_pb2.Block) -> None:
+        self._message = block
+        self._block: BlockRef | None
+        self._block, self._mapped = connection.segment_of(block)
+        self._from = connection
+        self._abandoned = False
+        self._holds = 1
 
     def drop(self) -> None:
         """Ends the index's own hold."""
-        if self._block is not None:
-            self._let_go(False)
+        self._let_go(False)
 
-    def give(self, reader: Connection, lease: int) -> comm_pb2.Envelope:
-        """Returns the envelope for a reader, whom its block is lent to."""
-        self.envelope.lease = lease
-        if self._block is None:
-            return self.envelope
-        if reader.link.passes_fds:
-            self._holds += 1
-            # A block has the same name at every end, so the envelope is right as it is.
-            reader.lend(self._block, self._mapped, self._let_go)
-            return self.envelope
-        inline = comm_pb2.Envelope()
-        inline.CopyFrom(self.envelope)
-        inline.payload.CopyFrom(comm_pb2.Payload(data=self._mapped.bytes_of(self._block).tobytes()))
-        return inline
+    def give(self, reader: Connection) -> bytes | comm_pb2.Block:
+        """Returns what stands for the payload to a reader, whom its block is lent to where it can map it."""
+        assert self._block is not None
+        if not reader.link.passes_fds:
+            return self._mapped.bytes_of(self._block).tobytes()
+        self._holds += 1
+        # A block has the same name at every end.
+        reader.lend(self._block, self._mapped, self._let_go)
+        return self._message
 
     def _let_go(self, abandoned: bool) -> None:
         self._holds -= 1
@@ -105,8 +99,11 @@ class ChannelHost:
         caller = Caller(connection.session, connection.peer, request_id, partial(_answer, connection, request_id))
         kind = request.WhichOneof("kind")
         if kind == "put":
-            entries = [_entry(connection, envelope) for envelope in request.put.items]
-            index.put(caller, entries, wait=request.put.wait)
+            if not connection.link.passes_fds and any(map(has_pickle, request.put.items.payloads)):
+                refusal = Refusal("PayloadError", "got a pickle over gRPC: pickles stay on one host")
+                caller.answer((), refusal)
+                return
+            index.put(caller, _entries(connection, request.put.items), wait=request.put.wait)
         elif kind == "get":
             at_least = request.get.at_least if request.get.HasField("at_least") else None
             index.get(caller, _filter(request.get), request.get.weight, at_least)
@@ -149,16 +146,20 @@ def counts(index: ChannelIndex) -> comm_pb2.ChannelStats:
     )
 
 
-def _entry(connection: Connection, envelope: comm_pb2.Envelope) -> Entry:
-    return Entry(
-        envelope.id,
-        envelope.key,
-        envelope.weight,
-        envelope.iteration,
-        connection.peer,
-        envelope.tombstone,
-        Passed(connection, envelope),
-    )
+def _entries(connection: Connection, items: comm_pb2.Items) -> list[Entry]:
+    peer = connection.peer
+    return [
+        Entry(
+            id,
+            key,
+            weight,
+            iteration,
+            peer,
+            tombstone,
+            payload if isinstance(payload, bytes) else Passed(connection, payload),
+        )
+        for id, key, weight, tombstone, iteration, _, _, payload in rows(items)
+    ]
 
 
 def _filter(request: comm_pb2.GetRequest) -> Filter:
@@ -170,15 +171,28 @@ def _filter(request: comm_pb2.GetRequest) -> Filter:
 
 def _answer(connection: Connection, request_id: int, entries: Sequence[Entry], refusal: Refusal | None) -> None:
     response = comm_pb2.ChannelResponse()
-    for entry in entries:
-        passed = entry.payload
-        assert isinstance(passed, Passed)
-        response.items.append(passed.give(connection, entry.lease))
+    if entries:
+        items = response.items
+        items.ids.extend(column([entry.id for entry in entries], ""))
+        items.keys.extend(column([entry.key for entry in entries], ""))
+        items.weights.extend(column([entry.weight for entry in entries], 0.0))
+        items.tombstones.extend(column([entry.tombstone for entry in entries], ""))
+        items.iterations.extend(column([entry.iteration for entry in entries], 0))
+        items.producers.extend(column([entry.producer for entry in entries], ""))
+        items.leases.extend([entry.lease for entry in entries])
+        add_payloads(items, [_given(entry.payload, connection) for entry in entries])
     if refusal is not None:
         response.failure.CopyFrom(
             comm_pb2.Failure(type=refusal.type, message=refusal.message, peers=refusal.peers),
         )
     connection.send(Kind.REPLY, request_id, response.SerializeToString())
+
+
+def _given(payload: Held | bytes, reader: Connection) -> bytes | comm_pb2.Block:
+    if isinstance(payload, bytes):
+        return payload
+    assert isinstance(payload, Passed)
+    return payload.give(reader)
 
 
 def _answer_stats(connection: Connection, request_id: int, index: ChannelIndex) -> None:

@@ -25,7 +25,7 @@ class Held(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """An item, without its payload's bytes."""
+    """An item; its payload is a few bytes, or what holds many."""
 
     id: str
     key: str
@@ -33,7 +33,7 @@ class Entry:
     iteration: int
     producer: str
     tombstone: str
-    payload: Held
+    payload: Held | bytes
     order: int = 0
     lease: int = 0
     filters: tuple[Filter, ...] = ()
@@ -188,9 +188,7 @@ class ChannelIndex:
             self._requeue(entries)
             self._settle()
             return
-        for entry in entries:
-            self.counts.acked += 1
-            self._finished(entry)
+        self._finished(entries)
 
     def end(self, caller: Caller, iteration: int) -> None:
         """Notes that a producer has put all of an iteration; the last one flushes what is queued of it."""
@@ -269,9 +267,8 @@ class ChannelIndex:
 
     def discard(self) -> None:
         """Ends the channel and drops what is in it, leased items too."""
-        everything = list(self._queue.all())
-        for entry in everything:
-            self._queue.remove(entry)
+        everything = self._queue.all()
+        self._queue.remove(everything)
         leased = [entry for held in self._leases.values() for entry in held.values()]
         self._leases.clear()
         _drop([*everything, *leased])
@@ -338,35 +335,42 @@ class ChannelIndex:
         """Moves entries from those waiting to put into the queue while there is room, first come first."""
         puts = self._waiting.puts
         while puts:
-            put = puts[0]
-            entries, capacity, queue = put.entries, self.capacity, self._queue
-            while entries and (not capacity or len(queue) < capacity):
-                self._enqueue(entries.popleft())
-            if put.entries:
-                # Full: whoever waits for more than there is takes what there is, or both would wait for ever.
-                if not self._serve_all():
-                    return
-            else:
-                puts.popleft()
+            entries = puts[0].entries
+            room = self.capacity - len(self._queue) if self.capacity else len(entries)
+            touched = self._enqueue([entries.popleft() for _ in range(min(room, len(entries)))])
+            if self._waiting.gets and touched:
+                self._serve_some(touched)
+            if not entries:
+                put = puts.popleft()
                 put.caller.answer((), None)
-
-    def _enqueue(self, entry: Entry) -> None:
-        if entry.id:
-            seen = self._seen.setdefault(entry.iteration, set())
-            if entry.id in seen:
-                self.counts.dropped += 1
-                entry.payload.drop()
+            elif len(self._queue) >= self.capacity and not self._serve_all():
+                # Full. Whoever waits for more than there is takes what there is, or both would wait for ever.
                 return
-            seen.add(entry.id)
-        self.counts.put += 1
-        self.counts.tombstones += bool(entry.tombstone)
-        self._num_orders += 1
-        entry.order = self._num_orders
-        entry.filters = filters_of(entry.key, entry.iteration, self._route_of(entry.key))
-        self._remaining[entry.iteration] = self._remaining.get(entry.iteration, 0) + 1
-        self._queue.append(entry)
-        if self._waiting.gets:
-            self._serve_some(entry.filters)
+
+    def _enqueue(self, entries: Iterable[Entry]) -> set[Filter]:
+        """Queues entries but those seen already; returns the filters that the others pass."""
+        touched: set[Filter] = set()
+        last: tuple[Filter, ...] = ()
+        counts, append = self.counts, self._queue.append
+        for entry in entries:
+            if entry.id:
+                seen = self._seen.setdefault(entry.iteration, set())
+                if entry.id in seen:
+                    counts.dropped += 1
+                    _drop((entry,))
+                    continue
+                seen.add(entry.id)
+            counts.put += 1
+            if entry.tombstone:
+                counts.tombstones += 1
+            self._num_orders = entry.order = self._num_orders + 1
+            entry.filters = filters_of(entry.key, entry.iteration, self._route_of(entry.key) if self._by_key else "")
+            self._remaining[entry.iteration] = self._remaining.get(entry.iteration, 0) + 1
+            append(entry)
+            if entry.filters is not last:
+                last = entry.filters
+                touched.update(last)
+        return touched
 
     # Taking.
 
@@ -398,12 +402,12 @@ class ChannelIndex:
         if view.weight < get.enough * (1 - _SLACK) and not self._flushes(view, get.wanted):
             return False
         entries = _prefix(view, get.weight)
+        self._queue.remove(entries)
         held = self._leases.setdefault(get.caller.session, {})
-        for entry in entries:
-            self._queue.remove(entry)
-            self._num_leases += 1
-            entry.lease = self._num_leases
-            held[entry.lease] = entry
+        for lease, entry in enumerate(entries, self._num_leases + 1):
+            entry.lease = lease
+            held[lease] = entry
+        self._num_leases += len(entries)
         get.caller.answer(entries, None)
         return True
 
@@ -440,18 +444,21 @@ class ChannelIndex:
             return
         view = self._queue.view(Filter(None, None, member))
         moved = [entry for entry in view or () if self._route_of(entry.key) != member]
+        self._queue.remove(moved)
         for entry in moved:
-            self._queue.remove(entry)
             entry.filters = filters_of(entry.key, entry.iteration, self._route_of(entry.key))
         self._queue.restore(reversed(moved))
 
     def _route_of(self, key: str) -> str:
         return self.members.route_of(key) if self._by_key else ""
 
-    def _finished(self, entry: Entry) -> None:
-        entry.payload.drop()
-        self._remaining[entry.iteration] -= 1
-        self._forget_iteration(entry.iteration)
+    def _finished(self, entries: Sequence[Entry]) -> None:
+        self.counts.acked += len(entries)
+        _drop(entries)
+        for entry in entries:
+            self._remaining[entry.iteration] -= 1
+        for iteration in {entry.iteration for entry in entries}:
+            self._forget_iteration(iteration)
 
     def _forget_iteration(self, iteration: int) -> None:
         """Drops what is remembered of an iteration once it is over and acknowledged; its ids cannot come again."""
@@ -482,4 +489,5 @@ def _prefix(view: View[Entry], weight: float) -> list[Entry]:
 
 def _drop(entries: Iterable[Entry]) -> None:
     for entry in entries:
-        entry.payload.drop()
+        if not isinstance(entry.payload, bytes):
+            entry.payload.drop()

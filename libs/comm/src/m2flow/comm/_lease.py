@@ -6,12 +6,14 @@ from concurrent.futures import Future
 
 from m2flow.comm._connection import Connection
 from m2flow.comm._frames import Kind
+from m2flow.comm._items import rows
 from m2flow.comm._tree import Bytes
 from m2flow.comm.errors import (
     ChannelClosedError,
     ChannelFullError,
     CommError,
     IterationEnded,
+    PayloadError,
     PeerLostError,
     TimeoutError_,
 )
@@ -29,17 +31,29 @@ class Lease:
     the next reader of an unacknowledged item must find what the producer wrote.
     """
 
-    __slots__ = ("_data", "_item", "id", "iteration", "key", "number", "producer", "tombstone", "weight")
+    __slots__ = ("_data", "_item", "_unpickles", "id", "iteration", "key", "number", "producer", "tombstone", "weight")
 
-    def __init__(self, connection: Connection, envelope: comm_pb2.Envelope) -> None:
-        self.id: str = envelope.id
-        self.key: str = envelope.key
-        self.iteration: int = envelope.iteration
-        self.weight: float = envelope.weight
-        self.producer: str = envelope.producer
-        self.tombstone: str = envelope.tombstone
-        self.number: int = envelope.lease
-        self._data: bytes | Bytes | None = connection.open(envelope.payload)
+    def __init__(
+        self,
+        connection: Connection,
+        id: str,
+        key: str,
+        weight: float,
+        tombstone: str,
+        iteration: int,
+        producer: str,
+        number: int,
+        payload: bytes | comm_pb2.Block,
+    ) -> None:
+        self.id = id
+        self.key = key
+        self.iteration = iteration
+        self.weight = weight
+        self.producer = producer
+        self.tombstone = tombstone
+        self.number = number
+        self._unpickles = connection.unpickles
+        self._data: bytes | Bytes | None = connection.open(payload)
         self._item: Tree = None
 
     @property
@@ -47,7 +61,7 @@ class Lease:
         """The item's tree; None for a tombstone. Raises PayloadError where it cannot be decoded here."""
         if self._data is not None:
             if not self.tombstone:
-                self._item = decode(self._data)
+                self._item = decode(self._data, allow_pickle=self._unpickles)
             self._data = None
         return self._item
 
@@ -122,7 +136,7 @@ class Asked:
             self._connection.send(Kind.CHANNEL, 0, request.SerializeToString())
 
     def _leases(self, response: comm_pb2.ChannelResponse) -> list[Lease]:
-        return [Lease(self._connection, envelope) for envelope in response.items]
+        return [Lease(self._connection, *row) for row in rows(response.items)]
 
     def _parse(self, body: bytes) -> comm_pb2.ChannelResponse:
         response = comm_pb2.ChannelResponse.FromString(body)
@@ -138,6 +152,8 @@ class Asked:
                 return ChannelClosedError(self._channel, failure.message)
             case "ChannelFullError":
                 return ChannelFullError(self._channel)
+            case "PayloadError":
+                return PayloadError(f"channel {self._channel!r}: {failure.message}")
             case "PeerLostError":
                 return PeerLostError(failure.peers[0], f"it died before it closed channel {self._channel!r}")
             case "TimeoutError_":

@@ -45,6 +45,8 @@ class Loop:
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._before_sleep = before_sleep
+        self._insiders: set[int] = set()
+        self._writing = threading.RLock()
         self._awake = False
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"m2flow-comm {name}", daemon=True)
@@ -54,17 +56,33 @@ class Loop:
         self._thread.start()
 
     def inside(self) -> bool:
-        """Says whether the caller is the io thread, which must never wait."""
+        """Says whether the caller deals with frames, as the io thread or in its place: then it must never wait."""
+        return threading.get_ident() in self._insiders
+
+    def is_io_thread(self) -> bool:
+        """Says whether the caller is the io thread itself."""
         return threading.current_thread() is self._thread
 
-    def add(self, fd: int, events: int, ready: Callable[[int], None]) -> None:
-        """Calls `ready(events)` on the io thread whenever the descriptor is readable or writable, as asked."""
-        self._ready[fd] = ready
-        self._epoll.register(fd, events)
+    def borrow(self) -> None:
+        """Makes the calling thread one that deals with frames, until it gives that back."""
+        self._insiders.add(threading.get_ident())
 
-    def change(self, fd: int, events: int) -> None:
-        """Asks for other events of a descriptor."""
-        self._epoll.modify(fd, events)
+    def give_back(self) -> None:
+        """Ends what `borrow` began."""
+        self._insiders.discard(threading.get_ident())
+
+    def watch(self, fd: int, events: int, ready: Callable[[int], None]) -> None:
+        """Calls `ready(events)` on the io thread whenever the descriptor is readable or writable, as asked from now on.
+
+        No events: the descriptor is forgotten, which must come before it is closed. Any thread may call it.
+        """
+        if not events:
+            self.remove(fd)
+        elif fd in self._ready:
+            self._epoll.modify(fd, events)
+        else:
+            self._ready[fd] = ready
+            self._epoll.register(fd, events)
 
     def remove(self, fd: int) -> None:
         """Forgets a descriptor; to be called before it is closed."""
@@ -84,26 +102,31 @@ class Loop:
         return timer
 
     def wake(self) -> None:
-        """Ends the io thread's sleep. Takes no lock, so a finaliser may call it."""
-        if not self._awake and not self._stopping:
+        """Ends the io thread's sleep. A finaliser may call it: its lock is reentrant, and held for one write."""
+        if not self._awake:
             self._awake = True
-            os.eventfd_write(self._event, 1)
+            with self._writing:
+                if self._event >= 0:
+                    os.eventfd_write(self._event, 1)
 
     def stop(self) -> None:
         """Ends the thread after the calls already asked for. Blocks until then."""
         self.call(self._stop)
-        if not self.inside():
+        if not self.is_io_thread():
             self._thread.join()
 
     def abandon(self) -> None:
         """Closes the descriptors in a forked child, where the thread does not exist."""
         self._stopping = True
         self._epoll.close()
+        os.close(self._event)
+        self._event = -1
 
     def _stop(self) -> None:
         self._stopping = True
 
     def _run(self) -> None:
+        self.borrow()
         while not self._stopping:
             self._guard(self._before_sleep)
             for fd, events in self._epoll.poll(self._sleep_s()):
@@ -116,14 +139,14 @@ class Loop:
             self._run_due()
             while self._calls:
                 self._guard(self._calls.popleft())
+        with self._writing:
+            event, self._event = self._event, -1
+        os.close(event)
         self._epoll.close()
         # What was asked for leads back to the endpoint: without it nothing waits for the cycle collector.
+        self._before_sleep = _nothing
         self._ready.clear()
         self._timers.clear()
-
-    def __del__(self) -> None:
-        # Not earlier: a late wake must not write to a descriptor that has become another's.
-        os.close(self._event)
 
     def _sleep_s(self) -> float | None:
         if self._calls:
@@ -145,3 +168,7 @@ class Loop:
         except Exception:
             # Our own defect: other connections must not stop for it, and nobody may miss it.
             _log.exception("m2flow.comm: an io callback failed")
+
+
+def _nothing() -> None:
+    """What a loop that has ended still does."""

@@ -5,6 +5,7 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
+from m2flow.comm._connection import Answer
 from m2flow.comm.errors import CommError
 from m2flow.comm.payload import Tree
 
@@ -33,9 +34,9 @@ class Mailbox:
         taken.set_result(None)
         return taken
 
-    def receive(self, sender: str, tag: str) -> "Future[Tree]":
+    def receive(self, sender: str, tag: str) -> Answer[Tree]:
         """Returns the future of the next message; cancelled, it takes none."""
-        receiver: Future[Tree] = Future()
+        receiver: Answer[Tree] = Answer()
         slot = (sender, tag)
         with self._lock:
             waiting = self._arrived.get(slot)

@@ -93,6 +93,10 @@ class Released:
         self._blocks.append((lender, block))
         self._wake()
 
+    def __bool__(self) -> bool:
+        """Says whether there is anything to drain."""
+        return bool(self._blocks)
+
     def drain(self) -> dict[Any, list[BlockRef]]:
         """Returns what was noted since the last call, by lender."""
         drained: dict[Any, list[BlockRef]] = {}

@@ -4,10 +4,11 @@ Every element costs at least one byte of what is read, so a count that exceeds t
 before anything is made from it.
 """
 
-import itertools
 import math
+import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,14 +28,36 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _I64 = struct.Struct("<q")
 _F64 = struct.Struct("<d")
+# A tag and what follows it, written in one go.
+_TAG_U32 = struct.Struct("<cI")
+_TAG_U64 = struct.Struct("<cQ")
+_TAG_I64 = struct.Struct("<cq")
+_TAG_F64 = struct.Struct("<cd")
 _ARRAY = struct.Struct("<BB")
+# Keys up to here are kept, spelt out and read: those of dicts are few and come again and again.
+_MAX_KEY = 64
 _I64_MIN, _I64_MAX = -(1 << 63), (1 << 63) - 1
+
+
+class Pickled:
+    """A value that its sender wants to travel as a pickle: within one host, to an endpoint that allows it.
+
+    It arrives as it was sent, with the value in it.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
 class TreeWriter:
     """Writes a tree: `out` holds its tagged bytes, `parts` the arrays beside it, each as flat bytes in tree order."""
 
+    __slots__ = ("_depth", "out", "parts", "pickles")
+
     def __init__(self) -> None:
+        self.pickles = False
         self.out = bytearray()
         self.parts: list[Bytes | bytes] = []
         self._depth = 0
@@ -59,19 +82,17 @@ class TreeWriter:
             name = f"{type(value).__module__}.{type(value).__qualname__}"
             raise PayloadError(f"got a {name}, which has no encoding: register it, if it is a dataclass or named tuple")
 
-    def _count(self, tag: bytes, count: int) -> None:
-        self.out += tag
-        self.out += _U32.pack(count)
-
     def _text(self, value: str) -> None:
         data = value.encode("utf-8", "surrogatepass")
-        self.out += _U32.pack(len(data))
-        self.out += data
+        self.out += _U32.pack(len(data)) + data
 
-    def _all(self, values: Any) -> None:
+    def _enter(self) -> None:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise PayloadError(f"got a tree nested deeper than {MAX_DEPTH}: flatten it (does it contain itself?)")
+
+    def _all(self, values: Iterable[Any]) -> None:
+        self._enter()
         for value in values:
             self.write(value)
         self._depth -= 1
@@ -84,16 +105,13 @@ class TreeWriter:
 
     def _int(self, value: int) -> None:
         if _I64_MIN <= value <= _I64_MAX:
-            self.out += b"i"
-            self.out += _I64.pack(value)
+            self.out += _TAG_I64.pack(b"i", value)
         else:
             data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            self._count(b"I", len(data))
-            self.out += data
+            self.out += _TAG_U32.pack(b"I", len(data)) + data
 
     def _float(self, value: float) -> None:
-        self.out += b"d"
-        self.out += _F64.pack(value)
+        self.out += _TAG_F64.pack(b"d", value)
 
     def _str(self, value: str) -> None:
         self._blob(b"s", b"S", value.encode("utf-8", "surrogatepass"))
@@ -103,23 +121,39 @@ class TreeWriter:
 
     def _blob(self, inside: bytes, beside: bytes, data: bytes) -> None:
         if len(data) <= INLINE_BYTES:
-            self._count(inside, len(data))
-            self.out += data
+            self.out += _TAG_U32.pack(inside, len(data)) + data
         else:
-            self.out += beside + struct.pack("<Q", len(data))
+            self.out += _TAG_U64.pack(beside, len(data))
             self.parts.append(data)
 
     def _list(self, value: list[Any]) -> None:
-        self._count(b"l", len(value))
+        self.out += _TAG_U32.pack(b"l", len(value))
         self._all(value)
 
     def _tuple(self, value: tuple[Any, ...]) -> None:
-        self._count(b"u", len(value))
+        self.out += _TAG_U32.pack(b"u", len(value))
         self._all(value)
 
     def _dict(self, value: dict[Any, Any]) -> None:
-        self._count(b"m", len(value))
-        self._all(itertools.chain.from_iterable(value.items()))
+        self.out += _TAG_U32.pack(b"m", len(value))
+        self._enter()
+        write = self.write
+        for key, item in value.items():
+            if type(key) is str and len(key) <= _MAX_KEY:
+                self.out += _key(key)
+            else:
+                write(key)
+            write(item)
+        self._depth -= 1
+
+    def _pickled(self, value: Pickled) -> None:
+        try:
+            data = pickle.dumps(value.value, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise PayloadError(f"got a {type(value.value).__qualname__} that pickle refuses: {error}") from error
+        self.pickles = True
+        self.out += _TAG_U64.pack(b"P", len(data))
+        self.parts.append(data)
 
     def _ndarray(self, value: npt.NDArray[Any]) -> None:
         self._array(b"A", value)
@@ -134,6 +168,13 @@ class TreeWriter:
         self.parts.append(np.asarray(value, order="C").reshape(-1).view(np.uint8) if value.nbytes else b"")
 
 
+@lru_cache(maxsize=4096)
+def _key(text: str) -> bytes:
+    """Returns a short string as the tree spells it."""
+    data = text.encode("utf-8", "surrogatepass")
+    return _TAG_U32.pack(b"s", len(data)) + data
+
+
 _WRITERS: dict[type, Callable[[TreeWriter, Any], None]] = {
     type(None): TreeWriter._none,
     bool: TreeWriter._bool,
@@ -145,6 +186,7 @@ _WRITERS: dict[type, Callable[[TreeWriter, Any], None]] = {
     tuple: TreeWriter._tuple,
     dict: TreeWriter._dict,
     np.ndarray: TreeWriter._ndarray,
+    Pickled: TreeWriter._pickled,
 }
 
 
@@ -155,7 +197,10 @@ class TreeReader:
     read in line, as this is the path of every item; positions are passed along instead of kept.
     """
 
-    def __init__(self, data: bytes, next_part: Callable[[int], Bytes]) -> None:
+    __slots__ = ("_data", "_depth", "_next_part", "_size", "_unpickles")
+
+    def __init__(self, data: bytes, next_part: Callable[[int], Bytes], *, unpickles: bool) -> None:
+        self._unpickles = unpickles
         self._data = data
         self._size = len(data)
         self._depth = 0
@@ -230,6 +275,15 @@ class TreeReader:
     def _long_str(self, at: int) -> tuple[str, int]:
         return _decode_text(self._next_part(_U64.unpack_from(self._data, at)[0]).tobytes()), at + 8
 
+    def _pickled(self, at: int) -> tuple[Any, int]:
+        if not self._unpickles:
+            raise PayloadError("got a pickle, which this end does not take: allow_pickle=True takes those of one host")
+        data = self._next_part(_U64.unpack_from(self._data, at)[0])
+        try:
+            return Pickled(pickle.loads(data.tobytes())), at + 8
+        except Exception as error:
+            raise PayloadError(f"got a pickle that cannot be read here: {error}") from error
+
     def _list(self, at: int) -> tuple[list[Any], int]:
         read, values = self.read, []
         count, at = self._count(at), at + 4
@@ -244,10 +298,18 @@ class TreeReader:
         return tuple(values), at
 
     def _dict(self, at: int) -> tuple[dict[Any, Any], int]:
-        read, tree = self.read, {}
+        read, data, size = self.read, self._data, self._size
+        tree: dict[Any, Any] = {}
         count, at = self._count(at), at + 4
         for _ in range(count):
-            key, at = read(at)
+            if data[at] == _STR:
+                end = at + 5 + _U32.unpack_from(data, at + 1)[0]
+                if end > size:
+                    raise self._cut(end)
+                key: Any = (_decode_key if end - at <= _MAX_KEY else _decode_text)(data[at + 5 : end])
+                at = end
+            else:
+                key, at = read(at)
             value, at = read(at)
             try:
                 tree[key] = value
@@ -313,6 +375,7 @@ def _decode_text(data: bytes) -> str:
         raise PayloadError(f"got text that is not UTF-8: {error}") from error
 
 
+_decode_key = lru_cache(maxsize=4096)(_decode_text)
 _STR, _INT, _FLOAT = b"sid"
 _READERS: dict[int, Callable[[TreeReader, int], tuple[Any, int]]] = {
     ord("N"): TreeReader._none,
@@ -329,6 +392,7 @@ _READERS: dict[int, Callable[[TreeReader, int], tuple[Any, int]]] = {
     ord("A"): TreeReader._array,
     ord("G"): TreeReader._scalar,
     ord("T"): TreeReader._tensor,
+    ord("P"): TreeReader._pickled,
 }
 
 # Every tag that this version reads: what a fuzzer likes to write.

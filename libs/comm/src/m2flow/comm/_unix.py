@@ -1,6 +1,8 @@
 """A link over a Unix socket: frames in order both ways, descriptors beside them.
 
-Any thread may send: it writes at once what the socket takes, and leaves the rest to the io thread.
+Any thread may send: it writes at once what the socket takes, and leaves the rest to the io thread. And a thread that
+waits for an answer reads the socket itself meanwhile, so that no other thread stands between the wire and it; what it
+reads that is not for a waiting thread, it leaves to the io thread, in order.
 """
 
 import array
@@ -8,45 +10,60 @@ import contextlib
 import errno
 import itertools
 import os
+import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 from m2flow.comm import _frames
-from m2flow.comm._frames import HEADER, Kind, ProtocolError
+from m2flow.comm._frames import Kind
 from m2flow.comm._loop import READ, WRITE, Loop
+from m2flow.comm._receiver import Receiver
 from m2flow.comm.errors import CommError
 
 # Senders that are not the io thread wait above this many bytes not yet taken by the socket.
 HIGH_WATER_BYTES = 8 << 20
-_BUFFER_BYTES = 256 << 10
-_MAX_FDS = 64
 _MAX_BATCH = 64
-_ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_FDS * 4)
 
-OnFrame = Callable[[Kind, int, bytes, int | None], None]
+_Frame = tuple[Kind, int, bytes, int | None]
+OnFrame = Callable[[Kind, int, bytes, int | None], object]
+# The same on a thread that waits: says whether it has dealt with the frame.
+TakeFrame = Callable[[Kind, int, bytes, int | None], bool]
 OnClosed = Callable[[str], None]
 
 
 class UnixLink:
-    """One end of a connected Unix socket. `on_frame` and `on_closed` run on the io thread, `on_closed` once."""
+    """One end of a connected Unix socket. `on_frame` and `on_closed` run on the io thread, `on_closed` once.
+
+    `take` is offered each frame first that a waiting thread has read.
+    """
 
     passes_fds = True
 
-    def __init__(self, loop: Loop, *, on_frame: OnFrame, on_closed: OnClosed) -> None:
+    def __init__(self, loop: Loop, *, on_frame: OnFrame, take: TakeFrame, on_closed: OnClosed) -> None:
         self._loop = loop
         self._on_frame = on_frame
+        self._take = take
         self._on_closed = on_closed
         self._socket: socket.socket | None = None
+        self._watched = 0
         self._closed = False
         self._out: deque[tuple[memoryview, int | None]] = deque()
         self._out_bytes = 0
         self._lock = threading.Lock()
         self._drained = threading.Condition(self._lock)
-        self._buffer = bytearray(_BUFFER_BYTES)
-        self._filled = 0
-        self._fds: deque[int] = deque()
+        self._receiver = Receiver()
+        # Held by the one thread that reads.
+        self._reading = threading.Lock()
+        # What a waiting thread read and the io thread has yet to deal with; a reason stands for the end.
+        self._left: deque[_Frame | str] = deque()
+        self._waiting: tuple[Future[Any], int] | None = None
+        self._poll: select.poll | None = None
+        self._wake = -1
         self.body_limit = _frames.MAX_HELLO_BYTES
 
     def attach(self, connected: socket.socket) -> None:
@@ -57,8 +74,10 @@ class UnixLink:
                 connected.close()
                 return
             self._socket = connected
-            self._flush()
-            self._loop.add(connected.fileno(), READ | (WRITE if self._out else 0), self._ready)
+            self._flush(connected)
+            self._watch()
+
+    # Sending.
 
     def send(self, data: bytes, fd: int | None = None, *, wait: bool = True) -> None:
         """Sends whole frames; a descriptor travels with their first byte and stays the caller's.
@@ -75,23 +94,25 @@ class UnixLink:
             self._out.append((memoryview(data), None if fd is None else os.dup(fd)))
             self._out_bytes += len(data)
             if was_idle and self._socket is not None:
-                self._flush()
-                if self._out:
-                    self._loop.call(self._watch)
-
-    def close(self) -> None:
-        """Closes the socket after a last attempt to send what waits. `on_closed` is not called."""
-        with self._lock:
-            if self._closed:
-                return
-            with contextlib.suppress(OSError):
-                self._flush()
-            self._shut()
+                self._flush(self._socket)
+                self._watch()
 
     def wait_sent(self, timeout_s: float) -> bool:
         """Waits until the socket has taken all that was sent; says whether it did in time."""
         with self._lock:
             return self._drained.wait_for(lambda: not self._out or self._closed, timeout_s)
+
+    # Ending.
+
+    def close(self) -> None:
+        """Closes the socket after a last attempt to send what waits, on the io thread. `on_closed` is not called."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._flush(self._socket)
+            self._shut()
 
     def fail(self, reason: str) -> None:
         """Closes the socket and reports it, on the io thread."""
@@ -107,31 +128,51 @@ class UnixLink:
         self._closed = True
         if self._socket is not None:
             self._socket.close()
+        if self._wake >= 0:
+            os.close(self._wake)
 
     def _shut(self) -> None:
         self._closed = True
         if self._socket is not None:
-            self._loop.remove(self._socket.fileno())
-            self._socket.close()
+            if self._watched:
+                self._loop.remove(self._socket.fileno())
+            if self._waiting is None:
+                self._free()
+            else:
+                # A waiting thread sleeps on these descriptors: it closes them when it has woken.
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+                os.eventfd_write(self._wake, 1)
         self._discard()
         # The callbacks lead to the connection, which leads here: without them nothing waits for the cycle collector.
-        self._on_frame, self._on_closed = _no_frame, _no_close
-        while self._fds:
-            os.close(self._fds.popleft())
+        self._on_frame, self._take, self._on_closed = _no_frame, _no_frame, _no_close
+        self._left.clear()
+
+    def _free(self) -> None:
+        assert self._socket is not None
+        self._socket.close()
+        self._receiver.close()
+        if self._wake >= 0:
+            os.close(self._wake)
+
+    # Writing.
 
     def _watch(self) -> None:
-        with self._lock:
-            if not self._closed and self._socket is not None:
-                self._loop.change(self._socket.fileno(), READ | (WRITE if self._out else 0))
+        """Asks the loop for what is wanted now; nobody watches for bytes that a waiting thread reads."""
+        if self._closed or self._socket is None:
+            return
+        wanted = (0 if self._waiting is not None else READ) | (WRITE if self._out else 0)
+        if wanted != self._watched:
+            self._watched = wanted
+            self._loop.watch(self._socket.fileno(), wanted, self._ready)
 
-    def _flush(self) -> None:
+    def _flush(self, connected: socket.socket) -> None:
         """Writes until the socket is full. A dead socket is left for the reader to find: it closes the link, once."""
-        assert self._socket is not None
         while self._out:
             batch, fd = self._next_batch()
             ancillary = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
             try:
-                sent = self._socket.sendmsg(batch, ancillary)
+                sent = connected.sendmsg(batch, ancillary)
             except BlockingIOError:
                 return
             except OSError as error:
@@ -173,78 +214,133 @@ class UnixLink:
         self._out_bytes = 0
         self._drained.notify_all()
 
+    # Reading, on the io thread.
+
     def _ready(self, events: int) -> None:
         if events & WRITE:
             with self._lock:
-                if not self._closed:
-                    self._flush()
-            if not self._out:
-                self._watch()
-        if events & ~WRITE:
+                if not self._closed and self._socket is not None:
+                    self._flush(self._socket)
+                    self._watch()
+        if events & ~WRITE and self._reading.acquire(blocking=False):
             try:
-                self._receive()
+                self._deal_with_left()
+                self._receive(self._on_io_thread)
             except CommError as error:
                 self.fail(str(error))
+            finally:
+                self._reading.release()
 
-    def _receive(self) -> None:
+    def _deal_with_left(self) -> None:
+        """Deals with the frames that a waiting thread has left, in order, before any that came later."""
+        try:
+            while self._left and not self._closed:
+                left = self._left.popleft()
+                if isinstance(left, str):
+                    self.fail(left)
+                else:
+                    self._on_frame(*left)
+        except CommError as error:
+            self.fail(str(error))
+
+    def _on_io_thread(self, found: _Frame) -> None:
+        self._on_frame(*found)
+
+    def _receive(self, deal_with: Callable[[_Frame], None]) -> None:
+        """Reads once and deals with every whole frame; raises CommError where the link has ended."""
         connected = self._socket
-        if connected is None or self._closed:
+        if connected is None or self._closed or not self._receiver.receive(connected):
+            return
+        while not self._closed and (found := self._receiver.next_frame(self.body_limit)) is not None:
+            deal_with(found)
+
+    # Reading, on a thread that waits.
+
+    def read_until(self, future: "Future[Any]", timeout_s: float | None) -> None:
+        """Reads on the calling thread until a future is done or the time is over.
+
+        Returns at once where another thread reads already, or the other end has yet to be believed.
+        """
+        if self.body_limit == _frames.MAX_HELLO_BYTES or not self._reading.acquire(blocking=False):
             return
         try:
-            size, ancillary, flags, _ = connected.recvmsg_into(
-                [memoryview(self._buffer)[self._filled :]], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-            )
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self.fail(f"its connection failed: {error}")
-            return
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                self._fds.extend(memoryview(data[: len(data) // 4 * 4]).cast("i"))
-        if flags & socket.MSG_CTRUNC:
-            raise ProtocolError(f"got more than {_MAX_FDS} descriptors at once")
-        if not size:
-            self.fail("its connection closed without a goodbye")
-            return
-        self._filled += size
-        self._parse()
+            if self._begin_waiting(future):
+                try:
+                    self._wait(future, timeout_s)
+                finally:
+                    self._end_waiting()
+        finally:
+            self._reading.release()
 
-    def _parse(self) -> None:
-        view = memoryview(self._buffer)
-        at = 0
-        needed = HEADER.size
-        while self._filled - at >= HEADER.size:
-            length, kind, request_id = _frames.parse_header(view, at, self.body_limit)
-            if self._filled - at < HEADER.size + length:
-                needed = HEADER.size + length
-                break
-            at += HEADER.size
-            body = bytes(view[at : at + length])
-            at += length
-            fd = None
-            if kind is Kind.SEGMENT:
-                if not self._fds:
-                    raise ProtocolError("got a segment without its descriptor")
-                fd = self._fds.popleft()
-            self._on_frame(kind, request_id, body, fd)
+    def _begin_waiting(self, future: "Future[Any]") -> bool:
+        with self._lock:
+            if self._closed or self._socket is None or self._loop.inside():
+                return False
+            self._waiting = (future, threading.get_ident())
+            if self._poll is None:
+                self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                self._poll = select.poll()
+                self._poll.register(self._wake, select.POLLIN)
+                self._poll.register(self._socket, select.POLLIN)
+            self._watch()
+        future.add_done_callback(self._interrupt)
+        return True
+
+    def _end_waiting(self) -> None:
+        with self._lock:
+            self._waiting = None
             if self._closed:
+                self._free()
+            else:
+                self._watch()
+
+    def _wait(self, future: "Future[Any]", timeout_s: float | None) -> None:
+        assert self._poll is not None
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        left_ms: float | None = None
+        while not future.done() and not self._closed:
+            if deadline is not None:
+                # One more millisecond rather than none: the kernel's clock for this is coarse.
+                left_ms = (deadline - time.monotonic()) * 1000 + 1
+                if left_ms <= 1:
+                    return
+            ready = self._poll.poll(left_ms)
+            if any(fd == self._wake for fd, _ in ready):
+                os.eventfd_read(self._wake)
+            elif ready and not self._receive_waiting():
                 return
-        self._keep_rest(view, at, needed)
 
-    def _keep_rest(self, view: memoryview, at: int, needed: int) -> None:
-        rest = view[at : self._filled]
-        self._filled = len(rest)
-        if needed > len(self._buffer) or (len(self._buffer) > _BUFFER_BYTES >= needed):
-            # A long frame gets a larger buffer, at most twice what has really arrived; then the usual one again.
-            self._buffer = bytearray(max(_BUFFER_BYTES, min(needed, 2 * len(self._buffer))))
-            self._buffer[: len(rest)] = rest
-        elif at:
-            view[: len(rest)] = bytes(rest)
+    def _receive_waiting(self) -> bool:
+        """Reads once; says whether there may be more. What is not for a waiting thread is left to the io thread."""
+        ended = False
+        self._loop.borrow()
+        try:
+            self._receive(self._take_or_leave)
+        except CommError as error:
+            self._left.append(str(error))
+            ended = True
+        finally:
+            self._loop.give_back()
+        if self._left:
+            self._loop.call(self._deal_with_left)
+        return not ended
+
+    def _take_or_leave(self, found: _Frame) -> None:
+        if not self._take(*found):
+            self._left.append(found)
+
+    def _interrupt(self, future: "Future[Any]") -> None:
+        """Wakes the thread that waits for a future, when another thread has resolved it."""
+        with self._lock:
+            if self._waiting is not None and self._waiting[0] is future and self._waiting[1] != threading.get_ident():
+                os.eventfd_write(self._wake, 1)
 
 
-def _no_frame(kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
+def _no_frame(kind: Kind, request_id: int, body: bytes, fd: int | None) -> bool:
     """A closed link has no frames."""
+    if fd is not None:
+        os.close(fd)
+    return True
 
 
 def _no_close(reason: str) -> None:

@@ -22,7 +22,7 @@ class Filter(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def filters_of(key: str, iteration: int, route: str) -> tuple[Filter, ...]:
-    """Returns the filters that an item passes; one without a key, only those that ask for none."""
+    """Returns the filters that an item passes, by shape; one without a key, only those that ask for none."""
     anyhow = (Filter(None, None, route), Filter(None, iteration, route))
     return (*anyhow, Filter(key, None, route), Filter(key, iteration, route)) if key else anyhow
 
@@ -62,58 +62,76 @@ class View(Generic[E]):
 
 
 class Queue(Generic[E]):
-    """All queued entries."""
+    """All queued entries. Views of one shape, such as by key, are kept from the first time that one is asked for."""
 
     def __init__(self) -> None:
+        self._entries: dict[int, E] = {}
         self._views: dict[Filter, View[E]] = {}
-        self._size = 0
+        # Which of an entry's filters have views.
+        self._shapes: list[int] = []
         self.weight = 0.0
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._entries)
 
     def view(self, wanted: Filter) -> View[E] | None:
         """Returns the entries that pass a filter; None when there are none."""
+        shape = (wanted.key is not None) * 2 + (wanted.iteration is not None)
+        if shape not in self._shapes:
+            self._shapes.append(shape)
+            for entry in self.all():
+                for passed in entry.filters[shape : shape + 1]:
+                    self._add(passed, entry)
         return self._views.get(wanted)
 
     def all(self) -> list[E]:
-        """Returns every queued entry, in order within each route."""
-        routes = [view for wanted, view in self._views.items() if wanted.key is None and wanted.iteration is None]
-        return [entry for view in routes for entry in view]
+        """Returns every queued entry, in order."""
+        return [self._entries[order] for order in sorted(self._entries)]
 
     def append(self, entry: E) -> None:
         """Adds an entry whose order is the newest."""
-        order, weight, views = entry.order, entry.weight, self._views
-        self._size += 1
-        self.weight += weight
-        for wanted in entry.filters:
-            view = views.get(wanted)
-            if view is None:
-                view = views[wanted] = View()
-            view.entries[order] = entry
-            view.weight += weight
+        self._entries[entry.order] = entry
+        self.weight += entry.weight
+        filters = entry.filters
+        for shape in self._shapes:
+            if shape < len(filters):
+                self._add(filters[shape], entry)
+
+    def _add(self, wanted: Filter, entry: E) -> None:
+        view = self._views.get(wanted)
+        if view is None:
+            view = self._views[wanted] = View()
+        view.entries[entry.order] = entry
+        view.weight += entry.weight
 
     def restore(self, entries: Iterable[E]) -> None:
         """Adds entries that come back; cheapest when they are given last first."""
         for entry in entries:
-            self._size += 1
+            self._entries[entry.order] = entry
             self.weight += entry.weight
-            for wanted in entry.filters:
-                self._views.setdefault(wanted, View()).restore(entry)
+            for shape in self._shapes:
+                for wanted in entry.filters[shape : shape + 1]:
+                    self._views.setdefault(wanted, View()).restore(entry)
 
-    def remove(self, entry: E) -> None:
-        """Takes an entry out of all its views."""
-        order, weight, views = entry.order, entry.weight, self._views
-        self._size -= 1
-        # An empty sum is exactly zero again, whatever rounding the weights left.
-        self.weight = self.weight - weight if self._size else 0.0
-        for wanted in entry.filters:
-            view = views[wanted]
-            del view.entries[order]
-            if view.entries:
-                view.weight -= weight
-            else:
-                del views[wanted]
+    def remove(self, entries: Iterable[E]) -> None:
+        """Takes entries out of all their views."""
+        views = self._views
+        for entry in entries:
+            order = entry.order
+            del self._entries[order]
+            self.weight -= entry.weight
+            filters = entry.filters
+            for shape in self._shapes:
+                if shape < len(filters):
+                    view = views[filters[shape]]
+                    del view.entries[order]
+                    if view.entries:
+                        view.weight -= entry.weight
+                    else:
+                        del views[filters[shape]]
+        if not self._entries:
+            # An empty sum is exactly zero again, whatever rounding the weights left.
+            self.weight = 0.0
 
     def num_views(self) -> int:
         """Returns how many views hold something: the state that keys and iterations cost."""

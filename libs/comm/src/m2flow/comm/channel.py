@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from m2flow.comm._connection import INLINE_BYTES, Connection
 from m2flow.comm._frames import Kind
+from m2flow.comm._items import add_payloads, column
 from m2flow.comm._lease import Asked, Lease
 from m2flow.comm.errors import TimeoutError_
 from m2flow.comm.payload import Encoded, Tree, encode
@@ -208,28 +209,27 @@ class Channel:
     def _ask_put(self, encoded: list[tuple[Put, Encoded]], timeout_s: float | None, *, wait: bool) -> Asked:
         connection = self._connect(self.host)
         since = time.monotonic()
-        request = comm_pb2.ChannelRequest()
-        envelopes = request.put.items
+        packed: list[bytes | comm_pb2.Block] = []
         try:
-            for put, payload in encoded:
-                envelopes.add(
-                    id=put.id,
-                    key=put.key,
-                    weight=put.weight,
-                    iteration=put.iteration,
-                    tombstone=put.tombstone,
-                    payload=connection.pack(payload, timeout_s=timeout_s),
-                )
+            for _, payload in encoded:
+                packed.append(connection.pack(payload, timeout_s=timeout_s))
         except BaseException as error:
-            for envelope in envelopes:
-                connection.take_back(envelope.payload)
+            connection.take_back(packed)
             if isinstance(error, TimeoutError):
                 peer = f"readers to let go of shared memory ({error})"
                 elapsed_s = time.monotonic() - since
                 raise TimeoutError_(channel=self.name, key=None, peer=peer, elapsed_s=elapsed_s) from error
             raise
+        request = comm_pb2.ChannelRequest()
         request.put.wait = wait
-        return self._ask(request, encoded[0][0].key if len(encoded) == 1 else None)
+        items, puts = request.put.items, [put for put, _ in encoded]
+        items.ids.extend(column([put.id for put in puts], ""))
+        items.keys.extend(column([put.key for put in puts], ""))
+        items.weights.extend(column([float(put.weight) for put in puts], 0.0))
+        items.tombstones.extend(column([put.tombstone for put in puts], ""))
+        items.iterations.extend(column([put.iteration for put in puts], 0))
+        add_payloads(items, packed)
+        return self._ask(request, puts[0].key if len(puts) == 1 else None)
 
     def _end_leases(self, leases: Lease | Iterable[Lease], *, give_back: bool) -> None:
         ended = [leases] if isinstance(leases, Lease) else leases

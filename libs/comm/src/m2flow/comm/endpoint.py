@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Literal, Self, TypeVar
 
 from m2flow.comm._calls import CallServer, Handler, read_answer
-from m2flow.comm._connection import INLINE_BYTES, Connection
+from m2flow.comm._connection import INLINE_BYTES, Answer, Connection, message_of, packed_of
 from m2flow.comm._executor import LaneExecutor
 from m2flow.comm._fabric import Fabric
 from m2flow.comm._frames import Kind
@@ -49,8 +49,9 @@ class Endpoint:
     `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
     run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way;
     `connect_timeout_s` is how long a peer, a service or a channel may take to appear; `tls` secures what crosses hosts.
-    With `by_reference` a message to an endpoint in this same process is the object itself. Create it after forking,
-    never before.
+    With `by_reference` a message to an endpoint in this same process is the object itself. With `allow_pickle` what a
+    peer on this host sent as `Pickled` is unpickled here, which lets it run anything. Create it after forking, never
+    before.
 
     Raises ValueError for a name or a directory that will not do, CommError where a living endpoint has the name.
     """
@@ -65,6 +66,7 @@ class Endpoint:
         connect_timeout_s: float = 10.0,
         tls: Tls | None = None,
         by_reference: bool = True,
+        allow_pickle: bool = False,
     ) -> None:
         self.name = name
         self._by_reference = by_reference
@@ -77,6 +79,7 @@ class Endpoint:
             quota_bytes=default_quota_bytes() if quota_bytes is None else quota_bytes,
             connect_timeout_s=connect_timeout_s,
             tls=tls,
+            allow_pickle=allow_pickle,
             on_gone=self._on_gone,
         )
         self._calls = CallServer(self._executor, Parking(self._fabric.loop, connect_timeout_s))
@@ -91,7 +94,8 @@ class Endpoint:
                 Kind.CALL: self._calls.on_call,
                 Kind.CHANNEL: self._host.on_request,
                 Kind.CANCEL: self._host.on_cancel,
-            }
+            },
+            self._calls.on_prompt_call,
         )
 
     def __enter__(self) -> Self:
@@ -150,8 +154,9 @@ class Endpoint:
 
     def request_async(self, peer: str, service: str, method: str, args: Tree = None) -> "Future[Tree]":
         """Like `request`, returning at once with the future of the answer; its callbacks must not block."""
-        result: Future[Tree] = Future()
+        result: Answer[Tree] = Answer()
         connection, future = self._call(peer, service, method, args, None)
+        result.link = connection.link
 
         def resolve(body: bytes) -> None:
             if not result.set_running_or_notify_cancel():
@@ -191,7 +196,7 @@ class Endpoint:
         encoded = encode(args)
         connection = self._fabric.connection(peer)
         payload = connection.pack(encoded, timeout_s=timeout_s)
-        request = comm_pb2.CallRequest(service=service, method=method, args=payload)
+        request = comm_pb2.CallRequest(service=service, method=method, args=message_of(payload))
         return connection, connection.call(Kind.CALL, request.SerializeToString())[1]
 
     def _on_gone(self, connection: Connection, lost: bool) -> None:
@@ -220,10 +225,9 @@ class Endpoint:
 
         The future fails with PeerLostError when the peer dies first.
         """
-        mailbox = self._fabric.mailbox
-        future = mailbox.receive(peer, tag)
+        future = self._fabric.mailbox.receive(peer, tag)
         if not future.done():
-            self._fabric.connection(peer).on_lost(partial(mailbox.fail, peer))
+            future.link = self._fabric.link_from(peer)
         return future
 
     def send(self, peer: str, tree: Tree, *, tag: str = "", timeout_s: float | None = None) -> None:
@@ -277,7 +281,7 @@ class Endpoint:
         return Channel(name, host, self._fabric.connection)
 
     def _on_io_thread(self, call: Callable[[], _T]) -> _T:
-        if self._fabric.loop.inside():
+        if self._fabric.loop.is_io_thread():
             return call()
         done: Future[_T] = Future()
 
@@ -342,6 +346,7 @@ class Endpoint:
         """Says goodbye to all peers and frees thread, sockets and memory. Blocks shortly; may be called twice."""
         self._fabric.close()
         self._executor.close()
+        self._weights.close()
 
 
 def _discard(connection: Connection, done: "Future[bytes]") -> None:
@@ -351,4 +356,4 @@ def _discard(connection: Connection, done: "Future[bytes]") -> None:
 
 def _open_answer(connection: Connection, body: bytes) -> None:
     """Opens an answer that nobody reads, so that its memory goes back."""
-    connection.open(comm_pb2.CallResponse.FromString(body).result)
+    connection.open(packed_of(comm_pb2.CallResponse.FromString(body).result))

@@ -11,38 +11,46 @@ from typing import Any
 import numpy as np
 
 from m2flow.comm._registry import register
-from m2flow.comm._tree import Bytes, TreeReader, TreeWriter
+from m2flow.comm._tree import Bytes, Pickled, TreeReader, TreeWriter
 from m2flow.comm.errors import PayloadError
 
-__all__ = ["MAX_PAYLOAD_BYTES", "Encoded", "Tree", "decode", "encode", "register"]
+__all__ = ["MAX_PAYLOAD_BYTES", "Encoded", "Pickled", "Tree", "decode", "encode", "has_pickle", "register"]
 
-# dict, list, tuple, registered dataclass or named tuple, None, str, bytes, bool, int, float, numpy array, torch tensor.
+# dict, list, tuple, registered dataclass or named tuple, None, str, bytes, bool, int, float, numpy array, torch tensor;
+# and what `Pickled` names.
 Tree = Any
 MAX_PAYLOAD_BYTES = 1 << 40
 
-# Magic, layout, bytes of the tree, bytes of the whole, check of all that and of the tree.
+# Magic, layout, bytes of the tree, bytes of the whole; then the check of all that and of the tree.
 _SIZES = struct.Struct("<HHIQ")
-_HEADER_BYTES = _SIZES.size + 4
+_HEADER = struct.Struct("<HHIQI")
+_HEADER_BYTES = _HEADER.size
 _MAGIC = 0x326D
 _LAYOUT = 1
+# The same with pickles in it: said in the header, so that it can be refused without reading the tree.
+_LAYOUT_WITH_PICKLE = 2
 _ALIGN = 64
 
 
 class Encoded:
     """A tree ready to be written: its header and structure are bytes already, its arrays still lie where they were."""
 
-    __slots__ = ("_parts", "_tree", "size_bytes")
+    __slots__ = ("_parts", "_tree", "pickles", "size_bytes")
 
-    def __init__(self, tree: bytearray, parts: list[Bytes | bytes]) -> None:
+    def __init__(self, tree: bytearray, parts: list[Bytes | bytes], *, pickles: bool) -> None:
+        self.pickles = pickles
         self._tree = tree
         self._parts = parts
         size = _HEADER_BYTES + len(tree)
+        # Each part begins at a multiple of 64.
         for part in parts:
             size = _aligned(size) + len(part)
         self.size_bytes = size
 
     def to_bytes(self) -> bytes:
         """Returns the payload as one bytes object."""
+        if not self._parts:
+            return self._header() + self._tree
         pieces: list[bytes | bytearray | memoryview] = [self._header(), self._tree]
         at = _HEADER_BYTES + len(self._tree)
         for part in self._parts:
@@ -62,7 +70,8 @@ class Encoded:
             target[start:at] = part if isinstance(part, np.ndarray) else np.frombuffer(part, np.uint8)
 
     def _header(self) -> bytes:
-        sizes = _SIZES.pack(_MAGIC, _LAYOUT, len(self._tree), self.size_bytes)
+        layout = _LAYOUT_WITH_PICKLE if self.pickles else _LAYOUT
+        sizes = _SIZES.pack(_MAGIC, layout, len(self._tree), self.size_bytes)
         return sizes + zlib.crc32(self._tree, zlib.crc32(sizes)).to_bytes(4, "little")
 
 
@@ -73,33 +82,43 @@ def encode(tree: Tree) -> Encoded:
     """
     writer = TreeWriter()
     writer.write(tree)
-    return Encoded(writer.out, writer.parts)
+    return Encoded(writer.out, writer.parts, pickles=writer.pickles)
 
 
-def decode(data: bytes | Bytes, *, max_size_bytes: int = MAX_PAYLOAD_BYTES) -> Tree:
+def has_pickle(data: bytes | Bytes) -> bool:
+    """Says whether a payload's header admits pickles: one whose header does not is refused when it holds any."""
+    return len(data) >= _HEADER_BYTES and int.from_bytes(data[2:4], "little") != _LAYOUT
+
+
+def decode(data: bytes | Bytes, *, max_size_bytes: int = MAX_PAYLOAD_BYTES, allow_pickle: bool = False) -> Tree:
     """Returns the tree of a payload; its arrays lie on `data` without a copy and numpy's are read-only.
 
     `data` is the payload's bytes, or a uint8 array of shape [size_bytes] over them. Tensors over immutable bytes are
     copied once, as torch has no read-only tensors. Raises PayloadError for bytes that are cut, altered in the header or
-    the tree, or more than `max_size_bytes`; nothing is allocated before sizes are checked. Does not block.
+    the tree, or more than `max_size_bytes`; nothing is allocated before sizes are checked. A pickle, which can run
+    anything, is refused unless the caller trusts where the bytes come from and says `allow_pickle`. Does not block.
     """
     size = len(data)
     if not _HEADER_BYTES <= size <= max_size_bytes:
         raise PayloadError(f"got a payload of {size} bytes, want {_HEADER_BYTES} to {max_size_bytes}")
-    header = bytes(data[:_HEADER_BYTES])
-    magic, layout, tree_bytes, total = _SIZES.unpack_from(header)
-    if magic != _MAGIC or layout != _LAYOUT:
+    view = memoryview(data) if isinstance(data, bytes) else data.data
+    magic, layout, tree_bytes, total, check = _HEADER.unpack_from(view)
+    if magic != _MAGIC or layout not in (_LAYOUT, _LAYOUT_WITH_PICKLE):
         wanted = f"{_MAGIC:#x} layout {_LAYOUT}"
         raise PayloadError(f"got magic {magic:#x} layout {layout}, want {wanted}: no payload of this version")
     tree_end = _HEADER_BYTES + tree_bytes
     if total != size or tree_end > size:
         raise PayloadError(f"got {size} bytes, want the {total} that the header says: the payload is cut or altered")
-    tree = bytes(data[_HEADER_BYTES:tree_end])
-    if zlib.crc32(tree, zlib.crc32(header[: _SIZES.size])) != int.from_bytes(header[_SIZES.size :], "little"):
+    tree = bytes(view[_HEADER_BYTES:tree_end])
+    if zlib.crc32(tree, zlib.crc32(view[: _SIZES.size])) != check:
         raise PayloadError("got a tree that does not match its check: the payload was altered")
+    unpickles = allow_pickle and layout == _LAYOUT_WITH_PICKLE
+    if tree_end == size:
+        return TreeReader(tree, _no_part, unpickles=unpickles).read_all()
     parts = _Parts(data, tree_end)
-    result = TreeReader(tree, parts.take).read_all()
-    parts.finish()
+    result = TreeReader(tree, parts.take, unpickles=unpickles).read_all()
+    if parts.at != size:
+        raise PayloadError(f"got {size} bytes, want the {parts.at} up to the end of the last array")
     return result
 
 
@@ -109,20 +128,23 @@ class _Parts:
     def __init__(self, data: bytes | Bytes, at: int) -> None:
         self._data = data
         self._root: Bytes | None = None
-        self._at = at
+        self.at = at
 
     def take(self, size: int) -> Bytes:
-        start = _aligned(self._at)
+        start = _aligned(self.at)
         if size > len(self._data) - start and size:
             raise PayloadError(f"got an array of {size} bytes with {max(0, len(self._data) - start)} left")
         if self._root is None:
             self._root = np.frombuffer(self._data, np.uint8) if isinstance(self._data, bytes) else self._data
-        self._at = start + size
-        return self._root[start : self._at]
+        self.at = start + size
+        return self._root[start : self.at]
 
-    def finish(self) -> None:
-        if self._at != len(self._data):
-            raise PayloadError(f"got {len(self._data)} bytes, want the {self._at} up to the end of the last array")
+
+def _no_part(size: int) -> Bytes:
+    """Stands for the parts of a payload that is all tree."""
+    if size:
+        raise PayloadError(f"got an array of {size} bytes with 0 left")
+    return np.empty(0, np.uint8)
 
 
 def _aligned(size: int) -> int:

@@ -74,6 +74,15 @@ class WeightStore:
             raise ValueError(f"weights {name!r} version {version} are not staged here")
         self._pool.let_go(staged.slot)
 
+    def close(self) -> None:
+        """Withdraws everything; readers keep what they hold."""
+        with self._lock:
+            staged = [found for versions in self._staged.values() for found in versions.values()]
+            self._staged.clear()
+        for found in staged:
+            self._pool.let_go(found.slot)
+        self._pool.trim()
+
     def handle(self, request: Request) -> Any:
         """Answers "fetch", "layout" or "slices" of a version: at once, or when it is staged."""
         name, version, *slices = request.args

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fm2flow/proto/comm/v1/comm.proto\x12\x14m2flow.proto.comm.v1\"`\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x03 \x03(\t\x12\r\n\x05token\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\x06\"*\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\")\n\x07Segment\x12\n\n\x02id\x18\x01 \x01(\x06\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"B\n\x05\x42lock\x12\x0f\n\x07segment\x18\x01 \x01(\x06\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"I\n\x07Release\x12+\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x1b.m2flow.proto.comm.v1.Block\x12\x11\n\tabandoned\x18\x02 \x01(\x08\"C\n\x07Payload\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12*\n\x05\x62lock\x18\x02 \x01(\x0b\x32\x1b.m2flow.proto.comm.v1.Block\"[\n\x0b\x43\x61llRequest\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12+\n\x04\x61rgs\x18\x03 \x01(\x0b\x32\x1d.m2flow.proto.comm.v1.Payload\"m\n\x0c\x43\x61llResponse\x12-\n\x06result\x18\x01 \x01(\x0b\x32\x1d.m2flow.proto.comm.v1.Payload\x12.\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1d.m2flow.proto.comm.v1.Failure\"J\n\x07\x46\x61ilure\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\x12\r\n\x05peers\x18\x04 \x03(\t\"\xaa\x01\n\x08\x45nvelope\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\x10\n\x08producer\x18\x04 \x01(\t\x12.\n\x07payload\x18\x05 \x01(\x0b\x32\x1d.m2flow.proto.comm.v1.Payload\x12\x11\n\ttombstone\x18\x06 \x01(\t\x12\x11\n\titeration\x18\x07 \x01(\x04\x12\r\n\x05lease\x18\x08 \x01(\x04\"\xd7\x02\n\x0e\x43hannelRequest\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\t\x12/\n\x03put\x18\x02 \x01(\x0b\x32 .m2flow.proto.comm.v1.PutRequestH\x00\x12/\n\x03get\x18\x03 \x01(\x0b\x32 .m2flow.proto.comm.v1.GetRequestH\x00\x12/\n\x03\x61\x63k\x18\x04 \x01(\x0b\x32 .m2flow.proto.comm.v1.AckRequestH\x00\x12/\n\x03\x65nd\x18\x05 \x01(\x0b\x32 .m2flow.proto.comm.v1.EndRequestH\x00\x12\x33\n\x05\x63lose\x18\x06 \x01(\x0b\x32\".m2flow.proto.comm.v1.CloseRequestH\x00\x12\x33\n\x05stats\x18\x07 \x01(\x0b\x32\".m2flow.proto.comm.v1.StatsRequestH\x00\x42\x06\n\x04kind\"I\n\nPutRequest\x12-\n\x05items\x18\x01 \x03(\x0b\x32\x1e.m2flow.proto.comm.v1.Envelope\x12\x0c\n\x04wait\x18\x02 \x01(\x08\"\x80\x01\n\nGetRequest\x12\x10\n\x03key\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x16\n\titeration\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\x15\n\x08\x61t_least\x18\x04 \x01(\x01H\x02\x88\x01\x01\x42\x06\n\x04_keyB\x0c\n\n_iterationB\x0b\n\t_at_least\"/\n\nAckRequest\x12\x0e\n\x06leases\x18\x01 \x03(\x04\x12\x11\n\tgive_back\x18\x02 \x01(\x08\"\x1f\n\nEndRequest\x12\x11\n\titeration\x18\x01 \x01(\x04\"\x0e\n\x0c\x43loseRequest\"\x0e\n\x0cStatsRequest\"\xa3\x01\n\x0f\x43hannelResponse\x12.\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x1d.m2flow.proto.comm.v1.Failure\x12-\n\x05items\x18\x02 \x03(\x0b\x32\x1e.m2flow.proto.comm.v1.Envelope\x12\x31\n\x05stats\x18\x03 \x01(\x0b\x32\".m2flow.proto.comm.v1.ChannelStats\"\xdd\x01\n\x0c\x43hannelStats\x12\x0e\n\x06queued\x18\x01 \x01(\x04\x12\x0e\n\x06leased\x18\x02 \x01(\x04\x12\x0b\n\x03put\x18\x03 \x01(\x04\x12\r\n\x05\x61\x63ked\x18\x04 \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x05 \x01(\x04\x12\x12\n\ntombstones\x18\x06 \x01(\x04\x12\x0f\n\x07regiven\x18\x07 \x01(\x04\x12\x19\n\x11waiting_producers\x18\x08 \x01(\x04\x12\x19\n\x11waiting_consumers\x18\t \x01(\x04\x12\x15\n\rqueued_weight\x18\n \x01(\x01\x12\x0e\n\x06\x63losed\x18\x0b \x01(\x08\"!\n\x0f\x45xchangeRequest\x12\x0e\n\x06\x66rames\x18\x01 \x01(\x0c\"\"\n\x10\x45xchangeResponse\x12\x0e\n\x06\x66rames\x18\x01 \x01(\x0c\x32o\n\x0e\x43hannelService\x12]\n\x08\x45xchange\x12%.m2flow.proto.comm.v1.ExchangeRequest\x1a&.m2flow.proto.comm.v1.ExchangeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fm2flow/proto/comm/v1/comm.proto\x12\x14m2flow.proto.comm.v1\"`\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x03 \x03(\t\x12\r\n\x05token\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\x06\"*\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\")\n\x07Segment\x12\n\n\x02id\x18\x01 \x01(\x06\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"B\n\x05\x42lock\x12\x0f\n\x07segment\x18\x01 \x01(\x06\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"I\n\x07Release\x12+\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x1b.m2flow.proto.comm.v1.Block\x12\x11\n\tabandoned\x18\x02 \x01(\x08\"C\n\x07Payload\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12*\n\x05\x62lock\x18\x02 \x01(\x0b\x32\x1b.m2flow.proto.comm.v1.Block\"[\n\x0b\x43\x61llRequest\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12+\n\x04\x61rgs\x18\x03 \x01(\x0b\x32\x1d.m2flow.proto.comm.v1.Payload\"m\n\x0c\x43\x61llResponse\x12-\n\x06result\x18\x01 \x01(\x0b\x32\x1d.m2flow.proto.comm.v1.Payload\x12.\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1d.m2flow.proto.comm.v1.Failure\"J\n\x07\x46\x61ilure\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\x12\r\n\x05peers\x18\x04 \x03(\t\"\xbd\x01\n\x05Items\x12\x0b\n\x03ids\x18\x01 \x03(\t\x12\x0c\n\x04keys\x18\x02 \x03(\t\x12\x0f\n\x07weights\x18\x03 \x03(\x01\x12\x12\n\ntombstones\x18\x04 \x03(\t\x12\x12\n\niterations\x18\x05 \x03(\x04\x12\x11\n\tproducers\x18\x06 \x03(\t\x12\x0e\n\x06leases\x18\x07 \x03(\x04\x12\x10\n\x08payloads\x18\x08 \x03(\x0c\x12+\n\x06\x62locks\x18\t \x03(\x0b\x32\x1b.m2flow.proto.comm.v1.Block\"\xd7\x02\n\x0e\x43hannelRequest\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\t\x12/\n\x03put\x18\x02 \x01(\x0b\x32 .m2flow.proto.comm.v1.PutRequestH\x00\x12/\n\x03get\x18\x03 \x01(\x0b\x32 .m2flow.proto.comm.v1.GetRequestH\x00\x12/\n\x03\x61\x63k\x18\x04 \x01(\x0b\x32 .m2flow.proto.comm.v1.AckRequestH\x00\x12/\n\x03\x65nd\x18\x05 \x01(\x0b\x32 .m2flow.proto.comm.v1.EndRequestH\x00\x12\x33\n\x05\x63lose\x18\x06 \x01(\x0b\x32\".m2flow.proto.comm.v1.CloseRequestH\x00\x12\x33\n\x05stats\x18\x07 \x01(\x0b\x32\".m2flow.proto.comm.v1.StatsRequestH\x00\x42\x06\n\x04kind\"F\n\nPutRequest\x12*\n\x05items\x18\x01 \x01(\x0b\x32\x1b.m2flow.proto.comm.v1.Items\x12\x0c\n\x04wait\x18\x02 \x01(\x08\"\x80\x01\n\nGetRequest\x12\x10\n\x03key\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x16\n\titeration\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\x15\n\x08\x61t_least\x18\x04 \x01(\x01H\x02\x88\x01\x01\x42\x06\n\x04_keyB\x0c\n\n_iterationB\x0b\n\t_at_least\"/\n\nAckRequest\x12\x0e\n\x06leases\x18\x01 \x03(\x04\x12\x11\n\tgive_back\x18\x02 \x01(\x08\"\x1f\n\nEndRequest\x12\x11\n\titeration\x18\x01 \x01(\x04\"\x0e\n\x0c\x43loseRequest\"\x0e\n\x0cStatsRequest\"\xa0\x01\n\x0f\x43hannelResponse\x12.\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x1d.m2flow.proto.comm.v1.Failure\x12*\n\x05items\x18\x02 \x01(\x0b\x32\x1b.m2flow.proto.comm.v1.Items\x12\x31\n\x05stats\x18\x03 \x01(\x0b\x32\".m2flow.proto.comm.v1.ChannelStats\"\xdd\x01\n\x0c\x43hannelStats\x12\x0e\n\x06queued\x18\x01 \x01(\x04\x12\x0e\n\x06leased\x18\x02 \x01(\x04\x12\x0b\n\x03put\x18\x03 \x01(\x04\x12\r\n\x05\x61\x63ked\x18\x04 \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x05 \x01(\x04\x12\x12\n\ntombstones\x18\x06 \x01(\x04\x12\x0f\n\x07regiven\x18\x07 \x01(\x04\x12\x19\n\x11waiting_producers\x18\x08 \x01(\x04\x12\x19\n\x11waiting_consumers\x18\t \x01(\x04\x12\x15\n\rqueued_weight\x18\n \x01(\x01\x12\x0e\n\x06\x63losed\x18\x0b \x01(\x08\"!\n\x0f\x45xchangeRequest\x12\x0e\n\x06\x66rames\x18\x01 \x01(\x0c\"\"\n\x10\x45xchangeResponse\x12\x0e\n\x06\x66rames\x18\x01 \x01(\x0c\x32o\n\x0e\x43hannelService\x12]\n\x08\x45xchange\x12%.m2flow.proto.comm.v1.ExchangeRequest\x1a&.m2flow.proto.comm.v1.ExchangeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,30 +49,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CALLRESPONSE']._serialized_end=656
   _globals['_FAILURE']._serialized_start=658
   _globals['_FAILURE']._serialized_end=732
-  _globals['_ENVELOPE']._serialized_start=735
-  _globals['_ENVELOPE']._serialized_end=905
-  _globals['_CHANNELREQUEST']._serialized_start=908
-  _globals['_CHANNELREQUEST']._serialized_end=1251
-  _globals['_PUTREQUEST']._serialized_start=1253
-  _globals['_PUTREQUEST']._serialized_end=1326
-  _globals['_GETREQUEST']._serialized_start=1329
-  _globals['_GETREQUEST']._serialized_end=1457
-  _globals['_ACKREQUEST']._serialized_start=1459
-  _globals['_ACKREQUEST']._serialized_end=1506
-  _globals['_ENDREQUEST']._serialized_start=1508
-  _globals['_ENDREQUEST']._serialized_end=1539
-  _globals['_CLOSEREQUEST']._serialized_start=1541
-  _globals['_CLOSEREQUEST']._serialized_end=1555
-  _globals['_STATSREQUEST']._serialized_start=1557
-  _globals['_STATSREQUEST']._serialized_end=1571
-  _globals['_CHANNELRESPONSE']._serialized_start=1574
-  _globals['_CHANNELRESPONSE']._serialized_end=1737
-  _globals['_CHANNELSTATS']._serialized_start=1740
-  _globals['_CHANNELSTATS']._serialized_end=1961
-  _globals['_EXCHANGEREQUEST']._serialized_start=1963
-  _globals['_EXCHANGEREQUEST']._serialized_end=1996
-  _globals['_EXCHANGERESPONSE']._serialized_start=1998
-  _globals['_EXCHANGERESPONSE']._serialized_end=2032
-  _globals['_CHANNELSERVICE']._serialized_start=2034
-  _globals['_CHANNELSERVICE']._serialized_end=2145
+  _globals['_ITEMS']._serialized_start=735
+  _globals['_ITEMS']._serialized_end=924
+  _globals['_CHANNELREQUEST']._serialized_start=927
+  _globals['_CHANNELREQUEST']._serialized_end=1270
+  _globals['_PUTREQUEST']._serialized_start=1272
+  _globals['_PUTREQUEST']._serialized_end=1342
+  _globals['_GETREQUEST']._serialized_start=1345
+  _globals['_GETREQUEST']._serialized_end=1473
+  _globals['_ACKREQUEST']._serialized_start=1475
+  _globals['_ACKREQUEST']._serialized_end=1522
+  _globals['_ENDREQUEST']._serialized_start=1524
+  _globals['_ENDREQUEST']._serialized_end=1555
+  _globals['_CLOSEREQUEST']._serialized_start=1557
+  _globals['_CLOSEREQUEST']._serialized_end=1571
+  _globals['_STATSREQUEST']._serialized_start=1573
+  _globals['_STATSREQUEST']._serialized_end=1587
+  _globals['_CHANNELRESPONSE']._serialized_start=1590
+  _globals['_CHANNELRESPONSE']._serialized_end=1750
+  _globals['_CHANNELSTATS']._serialized_start=1753
+  _globals['_CHANNELSTATS']._serialized_end=1974
+  _globals['_EXCHANGEREQUEST']._serialized_start=1976
+  _globals['_EXCHANGEREQUEST']._serialized_end=2009
+  _globals['_EXCHANGERESPONSE']._serialized_start=2011
+  _globals['_EXCHANGERESPONSE']._serialized_end=2045
+  _globals['_CHANNELSERVICE']._serialized_start=2047
+  _globals['_CHANNELSERVICE']._serialized_end=2158
 # @@protoc_insertion_point(module_scope)

@@ -92,25 +92,27 @@ class Failure(_message.Message):
     peers: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, type: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ...) -> None: ...
 
-class Envelope(_message.Message):
-    __slots__ = ("id", "key", "weight", "producer", "payload", "tombstone", "iteration", "lease")
-    ID_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    WEIGHT_FIELD_NUMBER: _ClassVar[int]
-    PRODUCER_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    TOMBSTONE_FIELD_NUMBER: _ClassVar[int]
-    ITERATION_FIELD_NUMBER: _ClassVar[int]
-    LEASE_FIELD_NUMBER: _ClassVar[int]
-    id: str
-    key: str
-    weight: float
-    producer: str
-    payload: Payload
-    tombstone: str
-    iteration: int
-    lease: int
-    def __init__(self, id: _Optional[str] = ..., key: _Optional[str] = ..., weight: _Optional[float] = ..., producer: _Optional[str] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ..., tombstone: _Optional[str] = ..., iteration: _Optional[int] = ..., lease: _Optional[int] = ...) -> None: ...
+class Items(_message.Message):
+    __slots__ = ("ids", "keys", "weights", "tombstones", "iterations", "producers", "leases", "payloads", "blocks")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    TOMBSTONES_FIELD_NUMBER: _ClassVar[int]
+    ITERATIONS_FIELD_NUMBER: _ClassVar[int]
+    PRODUCERS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOADS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[str]
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    weights: _containers.RepeatedScalarFieldContainer[float]
+    tombstones: _containers.RepeatedScalarFieldContainer[str]
+    iterations: _containers.RepeatedScalarFieldContainer[int]
+    producers: _containers.RepeatedScalarFieldContainer[str]
+    leases: _containers.RepeatedScalarFieldContainer[int]
+    payloads: _containers.RepeatedScalarFieldContainer[bytes]
+    blocks: _containers.RepeatedCompositeFieldContainer[Block]
+    def __init__(self, ids: _Optional[_Iterable[str]] = ..., keys: _Optional[_Iterable[str]] = ..., weights: _Optional[_Iterable[float]] = ..., tombstones: _Optional[_Iterable[str]] = ..., iterations: _Optional[_Iterable[int]] = ..., producers: _Optional[_Iterable[str]] = ..., leases: _Optional[_Iterable[int]] = ..., payloads: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
 
 class ChannelRequest(_message.Message):
     __slots__ = ("channel", "put", "get", "ack", "end", "close", "stats")
@@ -134,9 +136,9 @@ class PutRequest(_message.Message):
     __slots__ = ("items", "wait")
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
-    items: _containers.RepeatedCompositeFieldContainer[Envelope]
+    items: Items
     wait: bool
-    def __init__(self, items: _Optional[_Iterable[_Union[Envelope, _Mapping]]] = ..., wait: bool = ...) -> None: ...
+    def __init__(self, items: _Optional[_Union[Items, _Mapping]] = ..., wait: bool = ...) -> None: ...
 
 class GetRequest(_message.Message):
     __slots__ = ("key", "iteration", "weight", "at_least")
@@ -178,9 +180,9 @@ class ChannelResponse(_message.Message):
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     failure: Failure
-    items: _containers.RepeatedCompositeFieldContainer[Envelope]
+    items: Items
     stats: ChannelStats
-    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., items: _Optional[_Iterable[_Union[Envelope, _Mapping]]] = ..., stats: _Optional[_Union[ChannelStats, _Mapping]] = ...) -> None: ...
+    def __init__(self, failure: _Optional[_Union[Failure, _Mapping]] = ..., items: _Optional[_Union[Items, _Mapping]] = ..., stats: _Optional[_Union[ChannelStats, _Mapping]] = ...) -> None: ...
 
 class ChannelStats(_message.Message):
     __slots__ = ("queued", "leased", "put", "acked", "dropped", "tombstones", "regiven", "waiting_producers", "waiting_consumers", "queued_weight", "closed")

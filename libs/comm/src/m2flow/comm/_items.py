@@ -1,0 +1,66 @@
+"""Items on the wire: in columns, so that what the items of a message share is said once, and lists move whole."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+from m2flow.comm._frames import ProtocolError
+from m2flow.proto.comm.v1 import comm_pb2
+
+_T = TypeVar("_T")
+
+
+class Row(NamedTuple):
+    """One item: what it was put with, its lease, and its bytes or the block that holds them."""
+
+    id: str
+    key: str
+    weight: float
+    tombstone: str
+    iteration: int
+    producer: str
+    lease: int
+    payload: bytes | comm_pb2.Block
+
+
+def column(values: list[_T], default: _T) -> Sequence[_T]:
+    """Returns the values as they are sent: one where all are equal, none where all are the default."""
+    if values and values.count(values[0]) == len(values):
+        return () if values[0] == default else values[:1]
+    return values
+
+
+def add_payloads(items: comm_pb2.Items, payloads: Sequence[bytes | comm_pb2.Block]) -> None:
+    """Writes the items' payloads."""
+    items.payloads.extend([payload if type(payload) is bytes else b"" for payload in payloads])
+    items.blocks.extend([payload for payload in payloads if isinstance(payload, comm_pb2.Block)])
+
+
+def rows(items: comm_pb2.Items) -> Iterator[tuple[str, str, float, str, int, str, int, bytes | comm_pb2.Block]]:
+    """Returns each item's row, as plain tuples in Row's order; raises ProtocolError for columns that do not fit."""
+    payloads: list[bytes | comm_pb2.Block] = list(items.payloads)
+    count = len(payloads)
+    if payloads.count(b"") != len(items.blocks):
+        raise ProtocolError(f"got {len(items.blocks)} blocks, want {payloads.count(b'')}, one an item without bytes")
+    if items.blocks:
+        blocks = iter(items.blocks)
+        payloads = [payload or next(blocks) for payload in payloads]
+    return zip(
+        _spread(items.ids, count, ""),
+        _spread(items.keys, count, ""),
+        _spread(items.weights, count, 0.0),
+        _spread(items.tombstones, count, ""),
+        _spread(items.iterations, count, 0),
+        _spread(items.producers, count, ""),
+        _spread(items.leases, count, 0),
+        payloads,
+        strict=True,
+    )
+
+
+def _spread(values: Sequence[_T], count: int, default: _T) -> Sequence[_T]:
+    found = len(values)
+    if found == count:
+        return values
+    if found > 1:
+        raise ProtocolError(f"got a column of {found} for {count} items, want one each, one for all, or none")
+    return [values[0] if found else default] * count

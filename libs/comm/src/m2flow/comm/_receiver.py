@@ -1,0 +1,85 @@
+"""What arrives on a Unix socket, cut into frames, with the descriptors that came beside them."""
+
+import os
+import socket
+from collections import deque
+
+from m2flow.comm import _frames
+from m2flow.comm._frames import HEADER, Kind, ProtocolError
+from m2flow.comm.errors import CommError
+
+_BUFFER_BYTES = 256 << 10
+_MAX_FDS = 64
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_FDS * 4)
+
+
+class Receiver:
+    """The bytes of one socket that are no whole frame yet. One thread at a time uses it."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        # What has arrived and is not cut yet lies between these.
+        self._start = 0
+        self._end = 0
+        self._fds: deque[int] = deque()
+
+    def receive(self, connected: socket.socket) -> bool:
+        """Takes what the socket has, without waiting; says whether it had anything. Raises CommError at its end."""
+        try:
+            size, ancillary, flags, _ = connected.recvmsg_into(
+                [self._view[self._end :]], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise CommError(f"its connection failed: {error}") from error
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._fds.extend(memoryview(data[: len(data) // 4 * 4]).cast("i"))
+        if flags & socket.MSG_CTRUNC:
+            raise ProtocolError(f"got more than {_MAX_FDS} descriptors at once")
+        if not size:
+            raise CommError("its connection closed without a goodbye")
+        self._end += size
+        return True
+
+    def next_frame(self, limit: int) -> tuple[Kind, int, bytes, int | None] | None:
+        """Cuts the next whole frame: kind, id, body and, for a segment, its descriptor; None when there is none.
+
+        Raises ProtocolError for a frame whose body is longer than `limit`, or that lacks its descriptor.
+        """
+        arrived = self._end - self._start
+        if arrived < HEADER.size:
+            self._make_room(HEADER.size)
+            return None
+        length, kind, request_id = _frames.parse_header(self._buffer, self._start, limit)
+        size = HEADER.size + length
+        if arrived < size:
+            self._make_room(size)
+            return None
+        at = self._start + HEADER.size
+        self._start += size
+        body = bytes(self._view[at : self._start])
+        if kind is not Kind.SEGMENT:
+            return kind, request_id, body, None
+        if not self._fds:
+            raise ProtocolError("got a segment without its descriptor")
+        return kind, request_id, body, self._fds.popleft()
+
+    def close(self) -> None:
+        """Closes the descriptors that nobody has taken."""
+        while self._fds:
+            os.close(self._fds.popleft())
+
+    def _make_room(self, needed: int) -> None:
+        """Moves what is left to the front, so that a frame of `needed` bytes finds room behind it."""
+        rest = self._view[self._start : self._end]
+        if needed > len(self._buffer) or (len(self._buffer) > _BUFFER_BYTES >= needed):
+            # A long frame gets a larger buffer, at most twice what has really arrived; then the usual one again.
+            self._buffer = bytearray(max(_BUFFER_BYTES, min(needed, 2 * len(self._buffer))))
+            self._buffer[: len(rest)] = rest
+            self._view = memoryview(self._buffer)
+        elif self._start and rest:
+            self._view[: len(rest)] = bytes(rest)
+        self._start, self._end = 0, len(rest)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from m2flow.comm import Endpoint, decode, encode
+from m2flow.comm import Endpoint, encode
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.worker._cause import failure_of
 from m2flow.worker._verdict import Verdict
@@ -147,6 +147,7 @@ class Session:
         on_log: LogSink,
         max_restarts: int,
         silence_s: float,
+        start_timeout_s: float,
         say: Callable[[str], None],
     ) -> None:
         self.cluster = cluster
@@ -156,6 +157,7 @@ class Session:
         self._on_log = on_log
         self._directory = directory
         self._max_restarts = max_restarts
+        self._start_timeout_s = start_timeout_s
         self._mutex = threading.RLock()
         self._ids = itertools.count(1)
         self._ranks: dict[RankKey, _Rank] = {}
@@ -176,31 +178,36 @@ class Session:
         """The first cause of the run's end; None while there is none."""
         return self._failure
 
-    def start(self, spec: GroupSpec, placement: Placement | str, *, timeout_s: float = 120.0) -> WorkerGroup:
+    def start(self, spec: GroupSpec, placement: Placement | str, *, timeout_s: float | None = None) -> WorkerGroup:
         """Starts one group and waits until every rank's `setup` has returned; see `start_all`."""
         return self.start_all([(spec, placement)], timeout_s=timeout_s)[0]
 
     def start_all(
-        self, wanted: Sequence[tuple[GroupSpec, Placement | str]], *, timeout_s: float = 120.0
+        self, wanted: Sequence[tuple[GroupSpec, Placement | str]], *, timeout_s: float | None = None
     ) -> list[WorkerGroup]:
         """Starts groups side by side and waits until every rank's `setup` has returned. Blocks.
 
         Raises PlacementError on a placement that does not fit, LaunchError on a name that is taken or a start that
-        takes longer than `timeout_s`, WorkerFailed where a rank fails.
+        takes longer than `timeout_s` (None: the run's `start_timeout_s`), WorkerFailed where a rank fails.
         """
         self._check_open()
         placed = [(spec, self._placed(spec, placement)) for spec, placement in wanted]
         handles = [self._begin(spec, placement) for spec, placement in placed]
-        end = time.monotonic() + timeout_s
+        end = time.monotonic() + (self._start_timeout_s if timeout_s is None else timeout_s)
         for handle in handles:
             try:
                 handle.wait(max(0.0, end - time.monotonic()))
             except CallTimeout as late:
-                raise LaunchError(f"{late}: raise timeout_s if its setup is that slow") from late
+                raise LaunchError(
+                    f"{late}: raise launch_run's start_timeout_s, or timeout_s here, if its setup is that slow"
+                ) from late
         return [self.groups[spec.name] for spec, _ in placed]
 
     def stop(self, group: WorkerGroup, *, grace_s: float = 10.0) -> None:
-        """Stops a group: each rank after its present call, or by a signal after the grace. Blocks."""
+        """Stops a group: each rank after the calls that it has, or by a signal after the grace. Blocks.
+
+        Calls that it has not answered by then end with SessionClosedError.
+        """
         keys = [(group.name, rank) for rank in group.ranks]
         self._leave(keys, grace_s)
         with self._mutex:
@@ -208,6 +215,10 @@ class Session:
                 self._ranks.pop(key, None)
                 self.residency.release(f"{key[0]}.{key[1]}")
             self.groups.pop(group.name, None)
+            left = [call_id for call_id, (name, _) in self._handles.items() if name == group.name]
+            handles = [self._handles.pop(call_id)[1] for call_id in left]
+        for handle in handles:
+            handle.fail(SessionClosedError(f"{handle.name}: group {group.name} was stopped before it answered"))
 
     def close(self, *, grace_s: float = 2.0) -> None:
         """Ends all workers, the agents and the run's private directory. Blocks; the second time it does nothing."""
@@ -243,7 +254,8 @@ class Session:
 
     def attach(self, group: str, name: str, target: str, arguments: tuple[Any, ...]) -> CallHandle:
         """Makes an object beside every rank of a group; the way of `WorkerGroup`. Does not block."""
-        ranks = self.groups[group].ranks
+        with self._mutex:
+            ranks = self._group(group).ranks
         attach = pb.Attach(group=group, ranks=ranks, name=name, target=target, arguments=encode(arguments).to_bytes())
         call_id, handle = self._new_handle(group, f"{group}.{name}.start", ranks)
         request = pb.SessionRequest(id=call_id, attach=attach)
@@ -307,8 +319,14 @@ class Session:
         handle = CallHandle(name, ranks, lambda: self._cancel(call_id, group, ranks))
         with self._mutex:
             self._check_open()
+            self._group(group)
             self._handles[call_id] = (group, handle)
         return call_id, handle
+
+    def _group(self, name: str) -> WorkerGroup:
+        if name not in self.groups:
+            raise SessionClosedError(f"group {name}: it was stopped: start it again")
+        return self.groups[name]
 
     def _check_open(self) -> None:
         if self._failure is not None:
@@ -319,6 +337,7 @@ class Session:
     def _send(self, request: pb.SessionRequest, group: str, ranks: Sequence[int]) -> None:
         by_link: dict[Link, list[int]] = {}
         with self._mutex:
+            self._group(group)  # It may have been stopped since it was called.
             for rank in ranks:
                 known = self._ranks[group, rank]
                 known.ask(request)
@@ -365,10 +384,11 @@ class Session:
             group, handle = self._handles.get(result.call_id, ("", None))
             if handle is None:
                 return  # It was given up, or the run has failed.
-            known = self._ranks[group, result.rank]
-            known.answered(result.call_id)
-            known.num_failures = 0
-        handle.answer(result.rank, Outcome(decode(result.value), result.seconds, dict(result.timers)))
+            known = self._ranks.get((group, result.rank))
+            if known is not None:  # Its group may have been stopped since.
+                known.answered(result.call_id)
+                known.num_failures = 0
+        handle.answer(result.rank, Outcome(result.value, result.seconds, dict(result.timers)))
         if handle.done():
             with self._mutex:
                 self._handles.pop(result.call_id, None)
@@ -385,7 +405,7 @@ class Session:
                 for request in known.to_repeat():
                     known.link.send(_for_ranks(request, [key[1]]))
         if handle is not None:
-            handle.answer(key[1], Outcome(None, 0.0))
+            handle.answer(key[1], Outcome(b"", 0.0))
 
     def _on_stopped(self, key: RankKey) -> None:
         with self._mutex:

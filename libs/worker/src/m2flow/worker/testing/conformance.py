@@ -145,6 +145,22 @@ class LauncherConformance:
         self.session.stop(brief)
         assert self.session.start(spec, "1").whoami().result(30)[0]["devices"] == [1]
         self.session.stop(self.session.groups["brief"])
+        refused(SessionClosedError, "it was stopped", lambda: brief.echo(1))
+
+    def test_calls_of_a_stopped_group_end(self) -> None:
+        """Those that it had no time to answer."""
+        if self.dies:
+            brief = self.session.start(Probe.group(name="brief", device_kind="virtual"), "0")
+            under_way, behind = brief.sleep(60.0), brief.echo(1)
+            self.session.stop(brief, grace_s=0.0)
+            refused(SessionClosedError, "group brief was stopped", lambda: under_way.result(10))
+            refused(SessionClosedError, "group brief was stopped", lambda: behind.result(10))
+
+    def test_a_start_that_takes_too_long_says_which_limit(self) -> None:
+        """The run's own, or that of the call."""
+        spec = Probe.group({"setup": "sleep 1"}, name="slow", device_kind="virtual")
+        refused(LaunchError, "raise launch_run's start_timeout_s", lambda: self.session.start(spec, "0", timeout_s=0.1))
+        self.session.stop(self.session.groups["slow"])
 
     def test_what_does_not_fit_is_refused_before_anything_starts(self) -> None:
         """With the reason."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from m2flow.worker import Cluster, RefusedError, SessionClosedError, WorkerFailed, launch_run
+from m2flow.worker import Cluster, PlacementError, RefusedError, SessionClosedError, WorkerFailed, launch_run
 from m2flow.worker.testing import Probe
 from m2flow.worker.testing.conformance import DEADLINE_S, LauncherConformance
 
@@ -19,6 +19,19 @@ class TestInproc(LauncherConformance):
 @pytest.mark.medium
 class TestProcess(LauncherConformance):
     launcher = "process"
+
+
+@pytest.mark.medium
+class TestProcessOfTwo(LauncherConformance):
+    launcher = "process"
+    ranks_per_process = 2
+
+
+def test_ranks_of_one_process_are_of_one_node() -> None:
+    with launch_run(Cluster.virtual(4, num_nodes=2), launcher="inproc") as session:
+        spec = Probe.group(device_kind="virtual", ranks_per_process=3)
+        with pytest.raises(PlacementError, match="ranks 0 to 2 on node0, node1, want one node: they share a process"):
+            session.start(spec, "all")
 
 
 def test_an_unknown_launcher_is_refused() -> None:

@@ -72,16 +72,14 @@ class _Lane:
             with self._guard:
                 value = job.run()
             seconds = time.perf_counter() - start
-            result = pb.CallResult(
-                value=encode(value).to_bytes(),
-                seconds=seconds,
-                timers=context.take_timers(),
-                call_id=job.call_id,
-                rank=context.rank,
-            )
+            encoded = encode(value).to_bytes()
         except BaseException as failure:
             return failure_of(failure, context.group, context.rank, job.phase, job.call_id)
-        return pb.SessionResponse(id=job.call_id, results=pb.CallResults(results=[result]))
+        response = pb.SessionResponse(id=job.call_id)
+        response.results.results.add(
+            value=encoded, seconds=seconds, timers=context.take_timers(), call_id=job.call_id, rank=context.rank
+        )
+        return response
 
 
 class RankHost:

@@ -51,6 +51,7 @@ class Worker:
         name: str | None = None,
         device_kind: str = "cpu",
         devices_per_rank: int | None = 1,
+        ranks_per_process: int = 1,
         min_devices: int = 1,
         max_devices: int = 0,
     ) -> GroupSpec:
@@ -58,8 +59,8 @@ class Worker:
 
         `config` is a payload tree, given to every rank. `name` is the class's name in snake case, without "worker",
         unless given. Each rank takes `devices_per_rank` devices of `device_kind`; None means that one rank takes the
-        group's whole placement. `max_devices` 0 is without bound. Raises ValueError on a name or a number that cannot
-        be.
+        group's whole placement. `ranks_per_process` consecutive ranks are threads of one process, which dies as one:
+        for many light ones. `max_devices` 0 is without bound. Raises ValueError on a name or a number that cannot be.
         """
         return GroupSpec(
             name=group_name(cls.__name__) if name is None else name,
@@ -69,6 +70,7 @@ class Worker:
             stages=stage_names(cls),
             device_kind=device_kind,
             devices_per_rank=devices_per_rank,
+            ranks_per_process=ranks_per_process,
             min_devices=min_devices,
             max_devices=max_devices,
             can_offload=cls.offload is not Worker.offload,

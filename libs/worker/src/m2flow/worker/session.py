@@ -285,6 +285,14 @@ class Session:
                 f"group {spec.name}: got device {wrong[0]}, a {self.cluster.devices[wrong[0]].kind!r}, "
                 f"want devices of kind {spec.device_kind!r}"
             )
+        nodes = [self.cluster.devices[ids[0]].node for ids in placement.ranks]
+        for first in range(0, len(nodes), spec.ranks_per_process):
+            if len(set(nodes[first : first + spec.ranks_per_process])) > 1:
+                raise PlacementError(
+                    f"group {spec.name}: got ranks {first} to {first + spec.ranks_per_process - 1} on "
+                    f"{', '.join(dict.fromkeys(nodes[first : first + spec.ranks_per_process]))}, want one node: "
+                    f"they share a process (ranks_per_process={spec.ranks_per_process})"
+                )
         return placement
 
     def _begin(self, spec: GroupSpec, placement: Placement) -> CallHandle:
@@ -306,6 +314,7 @@ class Session:
                     devices=map(device_to_proto, devices),
                     run_dir=str(self.run_dir),
                     environment=_environment(devices),
+                    process=rank // spec.ranks_per_process + 1 if spec.ranks_per_process > 1 else 0,
                 )
                 self._ranks[spec.name, rank] = _Rank(self._links[devices[0].node], order, spec.on_death)
                 self._starting[spec.name, rank] = handle

@@ -36,8 +36,9 @@ class ThreadRanks:
         thread = self._threads[key] = threading.Thread(target=self._run, args=(key, host), name=name, daemon=True)
         thread.start()
 
-    def ask(self, key: RankKey, request: pb.SessionRequest) -> None:
-        self._hosts[key].handle(request)
+    def ask(self, keys: Sequence[RankKey], request: pb.SessionRequest) -> None:
+        for key in keys:
+            self._hosts[key].handle(request)
 
     def stop(self, key: RankKey, grace_s: float) -> None:
         self._hosts[key].handle(pb.SessionRequest(stop=pb.StopWorker(grace_s=grace_s)))

@@ -1,5 +1,6 @@
 """The base of every worker: a plain class that runs as one rank of a group, on the devices that a plan gives it."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from m2flow.worker.spec import GroupSpec, group_name, method_names
@@ -38,6 +39,17 @@ class Worker:
 
     def offload(self) -> None:
         """Moves the state off the devices."""
+
+    def shards(self) -> Mapping[str, Any]:
+        """What the group must keep when it is re-placed, as far as this rank has it: arrays or tensors by name.
+
+        Names are those of the whole group. A `m2flow.comm.Shard` is a part of a larger one. All ranks are asked at
+        once; those of the new placement, after `setup`, too: what they give says which parts they want.
+        """
+        return {}
+
+    def load_shards(self, shards: Mapping[str, Any]) -> None:
+        """Takes what the ranks before had, cut as this rank's own `shards` are; a few names at a time, to be copied."""
 
     def resident_bytes(self) -> int:
         """The bytes that the state takes on each of its devices now."""

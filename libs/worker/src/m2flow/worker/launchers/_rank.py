@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from m2flow.comm import Endpoint
@@ -57,10 +58,10 @@ class _Ranks:
 
     def run(self, order: pb.StartWorker) -> None:
         """Runs a rank on this thread until it is stopped. Blocks."""
-        with Endpoint(self._boot.path, f"{order.group}.{order.rank}", token=self._boot.token) as endpoint:
-            host = self._hosts[order.rank] = RankHost(order, endpoint, self.control.report)
-            self.control.enter(order.group, order.rank)
-            self.failed |= not host.run()
+        open_endpoint = partial(Endpoint, self._boot.path, token=self._boot.token)
+        host = self._hosts[order.rank] = RankHost(order, open_endpoint, self.control.report)
+        self.control.enter(order.group, order.rank)
+        self.failed |= not host.run()
 
     def serve(self, order: pb.StartWorker, further: socket.socket) -> None:
         """Runs ranks on threads of their own until the last has been stopped. Blocks."""

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
+
 from m2flow.worker.cluster import Cluster
 from m2flow.worker.errors import (
     CallCancelled,
@@ -26,6 +28,7 @@ from m2flow.worker.launch import launch_run
 from m2flow.worker.session import Session
 from m2flow.worker.spec import GroupSpec
 from m2flow.worker.testing.probe import DropProbe, Probe, RetryProbe
+from m2flow.worker.testing.sharded import ShardedProbe
 
 Failure = TypeVar("Failure", bound=BaseException)
 
@@ -173,6 +176,40 @@ class LauncherConformance:
         spec = self.spec({"setup": "sleep 1"}, name="slow")
         refused(LaunchError, "raise launch_run's start_timeout_s", lambda: self.session.start(spec, "0", timeout_s=0.1))
         self.session.stop(self.session.groups["slow"])
+
+    def test_a_group_is_re_placed_and_its_state_goes_with_it(self) -> None:
+        """From one rank to four and back, to the bit, cut anew each time; processes stay where they are."""
+        config = {"rows": 5, "columns": 7}
+        one = self.session.start(ShardedProbe.group(config, device_kind="virtual"), "0")
+        one.fill(3).wait(30)
+        (whole,) = one.held().result(30)
+        pids = one.pids
+        four = self.session.replace(one, "0-1*2")
+        assert (four.name, four.world_size, self.session.groups[one.name]) == ("sharded_probe", 4, four)
+        refused(SessionClosedError, "it was stopped", lambda: one.held())
+        parts = four.held().result(30)
+        assert [part["begins"] for part in parts] == [[0, 0], [1, 1], [2, 3], [3, 5]]
+        for name, axis in (("rows", 0), ("columns", 1)):
+            assert np.array_equal(np.concatenate([part[name] for part in parts], axis), whole[name])
+        if self.dies:
+            assert not set(four.pids) & set(pids)
+        again = self.session.replace(four, "1")
+        (back,) = again.held().result(30)
+        assert all(np.array_equal(back[name], whole[name]) for name in ("rows", "columns", "count"))
+        refused(PlacementError, "beyond the end", lambda: self.session.replace(again, "9"))
+        assert again.held().result(30)[0]["count"] == 3
+        self.session.stop(again)
+
+    def test_a_re_placed_rank_restarts_and_fails_under_its_name(self) -> None:
+        """As one that was never moved."""
+        if self.dies:
+            with self.launch() as session:
+                retry, probe = session.start_all([(self.spec(worker=RetryProbe), "0"), (self.spec(), "1")])
+                retry, probe = session.replace(retry, "1"), session.replace(probe, "0")
+                assert retry.die_once().result(30) == [1]
+                probe.say("last words").wait(30)
+                failure = refused(WorkerFailed, "last words", lambda: probe.die().result(30))
+                assert (failure.group, failure.rank, failure.phase) == ("probe", 0, "die")
 
     def test_what_does_not_fit_is_refused_before_anything_starts(self) -> None:
         """With the reason."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from m2flow.worker import Cluster, RefusedError, WorkerFailed, launch_run
+from m2flow.worker import Cluster, PlacementError, RefusedError, SessionClosedError, WorkerFailed, launch_run
 from m2flow.worker.testing import Probe
 from m2flow.worker.testing.conformance import DEADLINE_S, LauncherConformance
 
@@ -19,6 +19,19 @@ class TestInproc(LauncherConformance):
 @pytest.mark.medium
 class TestProcess(LauncherConformance):
     launcher = "process"
+
+
+@pytest.mark.medium
+class TestProcessOfTwo(LauncherConformance):
+    launcher = "process"
+    ranks_per_process = 2
+
+
+def test_ranks_of_one_process_are_of_one_node() -> None:
+    with launch_run(Cluster.virtual(4, num_nodes=2), launcher="inproc") as session:
+        spec = Probe.group(device_kind="virtual", ranks_per_process=3)
+        with pytest.raises(PlacementError, match="ranks 0 to 2 on node0, node1, want one node: they share a process"):
+            session.start(spec, "all")
 
 
 def test_an_unknown_launcher_is_refused() -> None:
@@ -42,6 +55,17 @@ def test_a_silent_run_says_who_waits_for_whom(capsys: pytest.CaptureFixture[str]
         "[m2flow] nothing has happened for 0 s\n  probe.0: in sleep for 0 s, 1 more behind it"
         in capsys.readouterr().err
     )
+
+
+def test_an_answer_that_comes_after_its_group_was_stopped_harms_nobody() -> None:
+    with launch_run(Cluster.virtual(1), launcher="inproc") as session:
+        brief, other = session.start_all([(Probe.group(name=name, device_kind="virtual"), "0") for name in ("a", "b")])
+        late = brief.sleep(2.5)  # A thread cannot be ended, so it answers after `stop` has given up on it.
+        session.stop(brief, grace_s=0.0)
+        assert other.sleep(1.0).result(10) == [1.0]
+        assert session.failure is None
+        with pytest.raises(SessionClosedError, match="group a was stopped before it answered"):
+            late.result()
 
 
 def test_a_driver_that_cannot_hear_fails_instead_of_waiting_for_ever() -> None:

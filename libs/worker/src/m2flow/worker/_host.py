@@ -18,7 +18,7 @@ from typing import Any
 from m2flow.comm import Endpoint, decode, encode
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.worker._cause import failure_of
-from m2flow.worker._wire import device_from_proto
+from m2flow.worker._wire import device_from_proto, group_of
 from m2flow.worker.context import WorkerContext
 from m2flow.worker.target import resolve_target
 
@@ -36,7 +36,10 @@ class _Job:
 class _Lane:
     """A queue of jobs; `run` takes them until `stop`, and reports what came of each."""
 
-    def __init__(self, context: WorkerContext, guard: AbstractContextManager[Any], report: Report) -> None:
+    def __init__(
+        self, order: pb.StartWorker, context: WorkerContext, guard: AbstractContextManager[Any], report: Report
+    ) -> None:
+        self._key = (order.group, order.rank)
         self._context = context
         self._report = report
         self._guard = guard
@@ -72,44 +75,50 @@ class _Lane:
             with self._guard:
                 value = job.run()
             seconds = time.perf_counter() - start
-            result = pb.CallResult(
-                value=encode(value).to_bytes(),
-                seconds=seconds,
-                timers=context.take_timers(),
-                call_id=job.call_id,
-                rank=context.rank,
-            )
+            encoded = encode(value).to_bytes()
         except BaseException as failure:
-            return failure_of(failure, context.group, context.rank, job.phase, job.call_id)
-        return pb.SessionResponse(id=job.call_id, results=pb.CallResults(results=[result]))
+            return failure_of(failure, *self._key, job.phase, job.call_id)
+        response = pb.SessionResponse(id=job.call_id)
+        response.results.results.add(
+            value=encoded, seconds=seconds, timers=context.take_timers(), call_id=job.call_id, rank=context.rank
+        )
+        return response
 
 
 class RankHost:
     """One rank of a group, in this process.
 
-    `report` hears that it is up, or why it is not, and then its answers, on the threads that made them. `handle` takes
-    what it is asked.
+    `open_endpoint` makes a presence in the run's fabric, under a name. `report` hears that the rank is up, or why it is
+    not, and then its answers, on the threads that made them. `handle` takes what it is asked.
     """
 
-    def __init__(self, order: pb.StartWorker, endpoint: Endpoint, report: Report) -> None:
+    def __init__(self, order: pb.StartWorker, open_endpoint: Callable[[str], Endpoint], report: Report) -> None:
         self._order = order
         self._report = report
+        group = group_of(order.group)
         self.context = WorkerContext(
-            group=order.group,
+            group=group,
             rank=order.rank,
             world_size=order.world_size,
             devices=tuple(device_from_proto(device) for device in order.devices),
-            endpoint=endpoint,
+            endpoint=open_endpoint(f"{group}.{order.rank}"),
             run_dir=Path(order.run_dir),
             attempt=order.attempt,
+            open_endpoint=open_endpoint,
         )
-        self._lane = _Lane(self.context, self.context.turn, report)
+        self._lane = _Lane(order, self.context, self.context.turn, report)
         self._lanes: dict[str, _Lane] = {"": self._lane}
         self._objects: dict[str, Any] = {}
         self._threads: list[threading.Thread] = []
 
     def run(self) -> bool:
         """Builds the worker and runs its calls until it is stopped; False where it could not be built. Blocks."""
+        try:
+            return self._run()
+        finally:
+            self.context.endpoint.close()
+
+    def _run(self) -> bool:
         order = self._order
         try:
             cls = resolve_target(order.target)
@@ -161,7 +170,7 @@ class RankHost:
         self._lanes[call.attached].submit(_Job(call_id, phase, run))
 
     def _attach(self, call_id: int, attach: pb.Attach) -> None:
-        lane = self._lanes[attach.name] = _Lane(self.context, nullcontext(), self._report)
+        lane = self._lanes[attach.name] = _Lane(self._order, self.context, nullcontext(), self._report)
 
         def run() -> None:
             build = resolve_target(attach.target)

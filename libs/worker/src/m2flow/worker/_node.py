@@ -1,7 +1,7 @@
 """The agent of one node, without its transport: it starts ranks, passes calls on to them, and explains their ends."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from m2flow.proto.worker.v1 import worker_pb2 as pb
@@ -22,8 +22,8 @@ class Ranks(Protocol):
     def start(self, order: pb.StartWorker) -> None:
         """Begins to start a rank. Does not block."""
 
-    def ask(self, key: RankKey, request: pb.SessionRequest) -> None:
-        """Passes a request on to a rank, whose answer is emitted. Does not block; a rank that has gone is no error."""
+    def ask(self, keys: Sequence[RankKey], request: pb.SessionRequest) -> None:
+        """Passes a request on to ranks, whose answers are emitted. Does not block; a rank that has gone is no error."""
 
     def stop(self, key: RankKey, grace_s: float) -> None:
         """Asks a rank to end, and ends it after the grace. Does not block."""
@@ -66,8 +66,7 @@ class NodeAgent:
         elif kind == "kill":
             self._ranks.kill((request.kill.group, request.kill.rank))
         else:
-            for key in addressees(request):
-                self._ask(key, request)
+            self._ask(addressees(request), request)
 
     def close(self) -> None:
         """Ends all ranks. Blocks until they have ended."""
@@ -76,12 +75,11 @@ class NodeAgent:
                 rank.stopping = True
         self._ranks.close()
 
-    def _ask(self, key: RankKey, request: pb.SessionRequest) -> None:
+    def _ask(self, keys: Sequence[RankKey], request: pb.SessionRequest) -> None:
         with self._mutex:
-            rank = self._known.get(key)
-            if rank is None or rank.gone:
-                return  # It has died since; the driver hears of that by its own report.
-        self._ranks.ask(key, request)
+            # The driver hears of those that have died since by their own reports.
+            there = [key for key in keys if key in self._known and not self._known[key].gone]
+        self._ranks.ask(there, request)
 
     def _stop(self, key: RankKey, grace_s: float) -> None:
         with self._mutex:

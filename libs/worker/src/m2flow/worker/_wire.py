@@ -14,6 +14,16 @@ PROTOCOL_VERSION = "1"
 MAX_MESSAGE_BYTES = 1 << 30
 
 
+def group_key(name: str, generation: int) -> str:
+    """What a re-placed group is called between driver and agents, while the ranks before it are still there."""
+    return f"{name}-{generation}"
+
+
+def group_of(key: str) -> str:
+    """The name of the group that a key stands for."""
+    return key.partition("-")[0]
+
+
 def device_to_proto(device: Device) -> pb.Device:
     """The message of a device."""
     return pb.Device(
@@ -43,7 +53,7 @@ def device_from_proto(message: pb.Device) -> Device:
 def failure_from_proto(report: pb.FailureReport, last_log_lines: Iterable[str]) -> WorkerFailed:
     """The error of a report."""
     return WorkerFailed(
-        group=report.group,
+        group=group_of(report.group),
         rank=report.rank,
         host=report.host,
         pid=report.pid,

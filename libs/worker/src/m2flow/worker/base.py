@@ -1,5 +1,6 @@
 """The base of every worker: a plain class that runs as one rank of a group, on the devices that a plan gives it."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from m2flow.worker.spec import GroupSpec, group_name, method_names
@@ -39,6 +40,17 @@ class Worker:
     def offload(self) -> None:
         """Moves the state off the devices."""
 
+    def shards(self) -> Mapping[str, Any]:
+        """What the group must keep when it is re-placed, as far as this rank has it: arrays or tensors by name.
+
+        Names are those of the whole group. A `m2flow.comm.Shard` is a part of a larger one. All ranks are asked at
+        once; those of the new placement, after `setup`, too: what they give says which parts they want.
+        """
+        return {}
+
+    def load_shards(self, shards: Mapping[str, Any]) -> None:
+        """Takes what the ranks before had, cut as this rank's own `shards` are; a few names at a time, to be copied."""
+
     def resident_bytes(self) -> int:
         """The bytes that the state takes on each of its devices now."""
         return 0
@@ -51,6 +63,7 @@ class Worker:
         name: str | None = None,
         device_kind: str = "cpu",
         devices_per_rank: int | None = 1,
+        ranks_per_process: int = 1,
         min_devices: int = 1,
         max_devices: int = 0,
     ) -> GroupSpec:
@@ -58,8 +71,9 @@ class Worker:
 
         `config` is a payload tree, given to every rank. `name` is the class's name in snake case, without "worker",
         unless given. Each rank takes `devices_per_rank` devices of `device_kind`; None means that one rank takes the
-        group's whole placement. `max_devices` 0 is without bound. Raises ValueError on a name or a number that cannot
-        be, and where ranks that move in step would pull from an inbox each for itself.
+        group's whole placement. `ranks_per_process` consecutive ranks are threads of one process, which dies as one:
+        for many light ones. `max_devices` 0 is without bound. Raises ValueError on a name or a number that cannot be,
+        and where ranks that move in step would pull from an inbox each for itself.
         """
         stages = stage_names(cls)
         if pulling := [name for name in stages if cls.in_step and pulls(getattr(cls, name))]:
@@ -74,6 +88,7 @@ class Worker:
             stages=stages,
             device_kind=device_kind,
             devices_per_rank=devices_per_rank,
+            ranks_per_process=ranks_per_process,
             min_devices=min_devices,
             max_devices=max_devices,
             can_offload=cls.offload is not Worker.offload,

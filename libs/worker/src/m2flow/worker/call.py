@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from m2flow.comm import decode
 from m2flow.worker.errors import CallCancelled, CallTimeout
 
 Reduce = Literal["mean", "max", "min", "sum"]
@@ -23,9 +24,9 @@ _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank answered: the value, its seconds on the rank, and the rank's own timers in seconds."""
+    """What one rank answered: the encoded value, its seconds on the rank, and the rank's own timers in seconds."""
 
-    value: Any
+    value: bytes
     seconds: float
     timers: dict[str, float] = field(default_factory=dict)
 
@@ -38,6 +39,7 @@ class CallHandle:
         self.ranks = ranks
         self._cancel = cancel
         self._outcomes: dict[int, Outcome] = {}
+        self._values: list[Any] | None = None
         self._future: Future[None] = Future()
         self._mutex = threading.Lock()
         self._ended = False
@@ -59,7 +61,10 @@ class CallHandle:
     def result(self, timeout_s: float | None = None) -> list[Any]:
         """The values in rank order. Blocks and raises as `wait` does."""
         self.wait(timeout_s)
-        return [self._outcomes[rank].value for rank in self.ranks]
+        if self._values is None:
+            # Here, not where answers are heard: that thread serves everybody.
+            self._values = [decode(self._outcomes[rank].value) for rank in self.ranks]
+        return self._values
 
     def done(self) -> bool:
         """Whether it has ended, well or badly. Does not block."""

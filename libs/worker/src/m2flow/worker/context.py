@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ class WorkerContext:
 
     `endpoint` is this rank's presence in the run's fabric, named "group.rank". `turn` is held while one of the
     worker's own methods runs; an attached object takes it to run the worker's stages.
+    `open_endpoint` opens another, of another name, for who closes it.
     `attempt` counts how often this rank was started before.
     """
 
@@ -26,6 +27,7 @@ class WorkerContext:
     devices: tuple[Device, ...]
     endpoint: Endpoint
     run_dir: Path
+    open_endpoint: Callable[[str], Endpoint]
     attempt: int = 0
     turn: threading.RLock = field(default_factory=threading.RLock)
     _timers: threading.local = field(default_factory=threading.local)

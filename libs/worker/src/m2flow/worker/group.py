@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from m2flow.worker._wire import group_of
 from m2flow.worker.call import CallHandle
 from m2flow.worker.placement import Placement
 from m2flow.worker.spec import GroupSpec, method_names, unknown_method
@@ -47,7 +48,7 @@ class Method:
         for number, arg in enumerate(args):
             if len(arg) != len(self._ranks):
                 raise ValueError(
-                    f"{self._group}.{self._name}.scatter: argument {number} has {len(arg)} entries, "
+                    f"{group_of(self._group)}.{self._name}.scatter: argument {number} has {len(arg)} entries, "
                     f"want {len(self._ranks)}, one per rank"
                 )
         parts = {rank: tuple(arg[place] for arg in args) for place, rank in enumerate(self._ranks)}
@@ -75,13 +76,13 @@ class RankSet:
         """These ranks alone. Raises ValueError on one that is not there."""
         missing = [rank for rank in ranks if rank not in self.ranks]
         if missing or not ranks:
-            raise ValueError(f"{self._group}.on: got ranks {list(ranks)}, want some of {list(self.ranks)}")
+            raise ValueError(f"{group_of(self._group)}.on: got ranks {list(ranks)}, want some of {list(self.ranks)}")
         return RankSet(self._caller, self._group, self._attached, self._methods, ranks)
 
     def method(self, name: str) -> Method:
         """The method of that name, for a name that only the run knows. Raises AttributeError with a suggestion."""
         if name not in self._methods:
-            unknown_method(self._group, name, self._methods)
+            unknown_method(group_of(self._group), name, self._methods)
         return Method(self._caller, self._group, self._attached, name, self.ranks)
 
     def __getattr__(self, name: str) -> Method:
@@ -101,10 +102,14 @@ class AttachedGroup(RankSet):
 
 
 class WorkerGroup(RankSet):
-    """A group that runs; made by `Session.start`."""
+    """A group that runs; made by `Session.start`.
 
-    def __init__(self, caller: Caller, spec: GroupSpec, placement: Placement) -> None:
-        super().__init__(caller, spec.name, "", spec.methods, tuple(range(placement.world_size)))
+    `key` is its name, or another where it has been re-placed: what the session calls it by.
+    """
+
+    def __init__(self, caller: Caller, spec: GroupSpec, placement: Placement, key: str) -> None:
+        super().__init__(caller, key, "", spec.methods, tuple(range(placement.world_size)))
+        self.key = key
         self.spec = spec
         self.placement = placement
 
@@ -116,7 +121,7 @@ class WorkerGroup(RankSet):
     @property
     def pids(self) -> list[int]:
         """The process of each rank now, in rank order."""
-        return [self._caller.pid(self.name, rank) for rank in self.ranks]
+        return [self._caller.pid(self.key, rank) for rank in self.ranks]
 
     def attach(self, name: str, target: str, *args: Any) -> AttachedGroup:
         """Makes `target(worker, context, *args)` beside every worker, on a thread of its own there.
@@ -125,9 +130,9 @@ class WorkerGroup(RankSet):
         Raises ImportError or AttributeError where there is no such class.
         """
         methods = method_names(resolve_target(target))
-        made = self._caller.attach(self.name, name, target, args)
-        return AttachedGroup(self._caller, self.name, name, methods, self.ranks, made)
+        made = self._caller.attach(self.key, name, target, args)
+        return AttachedGroup(self._caller, self.key, name, methods, self.ranks, made)
 
     def kill(self, rank: int) -> None:
         """Sends SIGKILL to a rank's process, as an accident would: a drill. RefusedError where ranks are threads."""
-        self._caller.kill(self.name, rank)
+        self._caller.kill(self.key, rank)

@@ -48,6 +48,7 @@ def launch_run(
     on_log: LogSink | None = None,
     max_restarts: int = 3,
     silence_s: float = 120.0,
+    start_timeout_s: float = 120.0,
 ) -> Session:
     """Starts the agents of a run and returns its session, which is closed by `close` or by `with`. Blocks.
 
@@ -55,8 +56,9 @@ def launch_run(
     their addresses for the nodes that they are given for; the launcher starts the others. `on_log` hears (group, rank,
     line) of what workers print; None prints it to standard error. A rank whose class says "retry" or "drop" may fail
     `max_restarts` times without an answer in between. After `silence_s` without an answer, a start or a line, who waits
-    for whom is printed to standard error. Raises ValueError on an unknown launcher or node, LaunchError where an agent
-    does not start or is not there.
+    for whom is printed to standard error. `start_timeout_s` bounds how long groups take to start, where the call says
+    nothing else. Raises ValueError on an unknown launcher or node, LaunchError where an agent does not start or is not
+    there.
     """
     if launcher not in LAUNCHERS:
         raise ValueError(f"launcher: got {launcher!r}, want one of {', '.join(map(repr, LAUNCHERS))}")
@@ -80,6 +82,7 @@ def launch_run(
             on_log=on_log or _print_log,
             max_restarts=max_restarts,
             silence_s=silence_s,
+            start_timeout_s=start_timeout_s,
             say=_print_notice,
         )
     except BaseException:

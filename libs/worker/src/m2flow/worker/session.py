@@ -16,11 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from m2flow.comm import Endpoint, decode, encode
+from m2flow.comm import Endpoint, encode
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.worker._cause import failure_of
 from m2flow.worker._verdict import Verdict
-from m2flow.worker._wire import device_to_proto, failure_from_proto, failure_report
+from m2flow.worker._wire import device_to_proto, failure_from_proto, failure_report, group_key, group_of
 from m2flow.worker.call import CallHandle, Outcome
 from m2flow.worker.cluster import Cluster
 from m2flow.worker.device import Device
@@ -32,6 +32,7 @@ from m2flow.worker.spec import GroupSpec
 from m2flow.worker.watchdog import Watchdog
 
 RankKey = tuple[str, int]
+GIVER, TAKER = "m2flow.worker._estate:Giver", "m2flow.worker._estate:Taker"
 LAST_LOG_LINES = 40
 
 LogSink = Callable[[str, int, str], None]
@@ -110,7 +111,8 @@ class _Rank:
             return []
         since_s = min(self.asked_s.values(), default=now_s)
         behind = f", {len(self.asked_s) - 1} more behind it" if len(self.asked_s) > 1 else ""
-        return [f"{self.order.group}.{self.order.rank}: in {self.phase()} for {now_s - since_s:.0f} s{behind}"]
+        name = f"{group_of(self.order.group)}.{self.order.rank}"
+        return [f"{name}: in {self.phase()} for {now_s - since_s:.0f} s{behind}"]
 
     def may_restart(self, max_failures: int) -> bool:
         """Whether its death, after it was up, is followed by another start."""
@@ -147,15 +149,18 @@ class Session:
         on_log: LogSink,
         max_restarts: int,
         silence_s: float,
+        start_timeout_s: float,
         say: Callable[[str], None],
     ) -> None:
         self.cluster = cluster
         self.endpoint = endpoint
         self.run_dir = run_dir
         self.groups: dict[str, WorkerGroup] = {}
+        self._by_key: dict[str, WorkerGroup] = {}
         self._on_log = on_log
         self._directory = directory
         self._max_restarts = max_restarts
+        self._start_timeout_s = start_timeout_s
         self._mutex = threading.RLock()
         self._ids = itertools.count(1)
         self._ranks: dict[RankKey, _Rank] = {}
@@ -176,38 +181,66 @@ class Session:
         """The first cause of the run's end; None while there is none."""
         return self._failure
 
-    def start(self, spec: GroupSpec, placement: Placement | str, *, timeout_s: float = 120.0) -> WorkerGroup:
+    def start(self, spec: GroupSpec, placement: Placement | str, *, timeout_s: float | None = None) -> WorkerGroup:
         """Starts one group and waits until every rank's `setup` has returned; see `start_all`."""
         return self.start_all([(spec, placement)], timeout_s=timeout_s)[0]
 
     def start_all(
-        self, wanted: Sequence[tuple[GroupSpec, Placement | str]], *, timeout_s: float = 120.0
+        self, wanted: Sequence[tuple[GroupSpec, Placement | str]], *, timeout_s: float | None = None
     ) -> list[WorkerGroup]:
         """Starts groups side by side and waits until every rank's `setup` has returned. Blocks.
 
         Raises PlacementError on a placement that does not fit, LaunchError on a name that is taken or a start that
-        takes longer than `timeout_s`, WorkerFailed where a rank fails.
+        takes longer than `timeout_s` (None: the run's `start_timeout_s`), WorkerFailed where a rank fails.
         """
         self._check_open()
         placed = [(spec, self._placed(spec, placement)) for spec, placement in wanted]
-        handles = [self._begin(spec, placement) for spec, placement in placed]
-        end = time.monotonic() + timeout_s
-        for handle in handles:
-            try:
-                handle.wait(max(0.0, end - time.monotonic()))
-            except CallTimeout as late:
-                raise LaunchError(f"{late}: raise timeout_s if its setup is that slow") from late
+        handles = [self._begin(spec, placement, spec.name) for spec, placement in placed]
+        self._await_start(handles, timeout_s)
         return [self.groups[spec.name] for spec, _ in placed]
 
+    def replace(self, group: WorkerGroup, placement: Placement | str, *, timeout_s: float | None = None) -> WorkerGroup:
+        """Gives a group other devices or another number of ranks; returns the group that follows it. Blocks.
+
+        No process is moved. The present ranks offload and hand over their names, new ranks start, what `Worker.shards`
+        named streams to them, cut as they want it, and the former ranks are stopped. To be called when nothing is
+        asked of the group. Raises PlacementError where nothing has happened yet; LaunchError or WorkerFailed, as
+        `start_all` does, where the group is lost.
+        """
+        placed = self._placed(group.spec, placement)
+        estate = group.attach("estate", GIVER, next(self._ids))
+        sources = estate.give().result()
+        for rank in group.ranks:
+            self.residency.release(f"{group.name}.{rank}")
+        with self._mutex:
+            del self.groups[group.name]
+        key = group_key(group.name, next(self._ids))
+        self._await_start([self._begin(group.spec, placed, key)], timeout_s)
+        heirs = self.groups[group.name]
+        heirs.attach("inheritance", TAKER, sources).take().wait()
+        estate.leave().wait()
+        self.stop(group)
+        return heirs
+
     def stop(self, group: WorkerGroup, *, grace_s: float = 10.0) -> None:
-        """Stops a group: each rank after its present call, or by a signal after the grace. Blocks."""
-        keys = [(group.name, rank) for rank in group.ranks]
+        """Stops a group: each rank after the calls that it has, or by a signal after the grace. Blocks.
+
+        Calls that it has not answered by then end with SessionClosedError.
+        """
+        keys = [(group.key, rank) for rank in group.ranks]
         self._leave(keys, grace_s)
         with self._mutex:
             for key in keys:
                 self._ranks.pop(key, None)
-                self.residency.release(f"{key[0]}.{key[1]}")
-            self.groups.pop(group.name, None)
+            del self._by_key[group.key]
+            if self.groups.get(group.name) is group:
+                del self.groups[group.name]
+                for rank in group.ranks:
+                    self.residency.release(f"{group.name}.{rank}")
+            left = [call_id for call_id, (key, _) in self._handles.items() if key == group.key]
+            handles = [self._handles.pop(call_id)[1] for call_id in left]
+        for handle in handles:
+            handle.fail(SessionClosedError(f"{handle.name}: group {group.name} was stopped before it answered"))
 
     def close(self, *, grace_s: float = 2.0) -> None:
         """Ends all workers, the agents and the run's private directory. Blocks; the second time it does nothing."""
@@ -233,7 +266,7 @@ class Session:
 
     def call(self, group: str, attached: str, method: str, arguments: dict[int, tuple[Any, ...]]) -> CallHandle:
         """Calls a method on some ranks, each with its own arguments; the way of `WorkerGroup`. Does not block."""
-        name = ".".join(word for word in (group, attached, method) if word)
+        name = ".".join(word for word in (group_of(group), attached, method) if word)
         encoded = [(ranks, encode(args).to_bytes()) for ranks, args in _alike(arguments)]
         call_id, handle = self._new_handle(group, name, tuple(arguments))
         for ranks, args in encoded:
@@ -243,9 +276,10 @@ class Session:
 
     def attach(self, group: str, name: str, target: str, arguments: tuple[Any, ...]) -> CallHandle:
         """Makes an object beside every rank of a group; the way of `WorkerGroup`. Does not block."""
-        ranks = self.groups[group].ranks
+        with self._mutex:
+            ranks = self._group(group).ranks
         attach = pb.Attach(group=group, ranks=ranks, name=name, target=target, arguments=encode(arguments).to_bytes())
-        call_id, handle = self._new_handle(group, f"{group}.{name}.start", ranks)
+        call_id, handle = self._new_handle(group, f"{group_of(group)}.{name}.start", ranks)
         request = pb.SessionRequest(id=call_id, attach=attach)
         with self._mutex:
             for rank in ranks:
@@ -273,20 +307,38 @@ class Session:
                 f"group {spec.name}: got device {wrong[0]}, a {self.cluster.devices[wrong[0]].kind!r}, "
                 f"want devices of kind {spec.device_kind!r}"
             )
+        nodes = [self.cluster.devices[ids[0]].node for ids in placement.ranks]
+        for first in range(0, len(nodes), spec.ranks_per_process):
+            if len(set(nodes[first : first + spec.ranks_per_process])) > 1:
+                raise PlacementError(
+                    f"group {spec.name}: got ranks {first} to {first + spec.ranks_per_process - 1} on "
+                    f"{', '.join(dict.fromkeys(nodes[first : first + spec.ranks_per_process]))}, want one node: "
+                    f"they share a process (ranks_per_process={spec.ranks_per_process})"
+                )
         return placement
 
-    def _begin(self, spec: GroupSpec, placement: Placement) -> CallHandle:
+    def _await_start(self, handles: Sequence[CallHandle], timeout_s: float | None) -> None:
+        end = time.monotonic() + (self._start_timeout_s if timeout_s is None else timeout_s)
+        for handle in handles:
+            try:
+                handle.wait(max(0.0, end - time.monotonic()))
+            except CallTimeout as late:
+                raise LaunchError(
+                    f"{late}: raise launch_run's start_timeout_s, or timeout_s here, if its setup is that slow"
+                ) from late
+
+    def _begin(self, spec: GroupSpec, placement: Placement, key: str) -> CallHandle:
         config = encode(spec.config).to_bytes()
         with self._mutex:
             if spec.name in self.groups:
                 raise LaunchError(f"group {spec.name}: there is one of that name already: give the second one a name")
             self._check_open()
-            group = self.groups[spec.name] = WorkerGroup(self, spec, placement)
+            group = self.groups[spec.name] = self._by_key[key] = WorkerGroup(self, spec, placement, key)
             handle = CallHandle(f"{spec.name}.setup", group.ranks, lambda: None)
             for rank, ids in enumerate(placement.ranks):
                 devices = [self.cluster.devices[number] for number in ids]
                 order = pb.StartWorker(
-                    group=spec.name,
+                    group=key,
                     rank=rank,
                     world_size=placement.world_size,
                     target=spec.target,
@@ -294,11 +346,12 @@ class Session:
                     devices=map(device_to_proto, devices),
                     run_dir=str(self.run_dir),
                     environment=_environment(devices),
+                    process=rank // spec.ranks_per_process + 1 if spec.ranks_per_process > 1 else 0,
                 )
-                self._ranks[spec.name, rank] = _Rank(self._links[devices[0].node], order, spec.on_death)
-                self._starting[spec.name, rank] = handle
+                self._ranks[key, rank] = _Rank(self._links[devices[0].node], order, spec.on_death)
+                self._starting[key, rank] = handle
         for rank in group.ranks:
-            known = self._ranks[spec.name, rank]
+            known = self._ranks[key, rank]
             known.link.send(pb.SessionRequest(start=known.order))
         return handle
 
@@ -307,8 +360,14 @@ class Session:
         handle = CallHandle(name, ranks, lambda: self._cancel(call_id, group, ranks))
         with self._mutex:
             self._check_open()
+            self._group(group)
             self._handles[call_id] = (group, handle)
         return call_id, handle
+
+    def _group(self, key: str) -> WorkerGroup:
+        if key not in self._by_key:
+            raise SessionClosedError(f"group {group_of(key)}: it was stopped: start it again")
+        return self._by_key[key]
 
     def _check_open(self) -> None:
         if self._failure is not None:
@@ -319,6 +378,7 @@ class Session:
     def _send(self, request: pb.SessionRequest, group: str, ranks: Sequence[int]) -> None:
         by_link: dict[Link, list[int]] = {}
         with self._mutex:
+            self._group(group)  # It may have been stopped since it was called.
             for rank in ranks:
                 known = self._ranks[group, rank]
                 known.ask(request)
@@ -365,10 +425,11 @@ class Session:
             group, handle = self._handles.get(result.call_id, ("", None))
             if handle is None:
                 return  # It was given up, or the run has failed.
-            known = self._ranks[group, result.rank]
-            known.answered(result.call_id)
-            known.num_failures = 0
-        handle.answer(result.rank, Outcome(decode(result.value), result.seconds, dict(result.timers)))
+            known = self._ranks.get((group, result.rank))
+            if known is not None:  # Its group may have been stopped since.
+                known.answered(result.call_id)
+                known.num_failures = 0
+        handle.answer(result.rank, Outcome(result.value, result.seconds, dict(result.timers)))
         if handle.done():
             with self._mutex:
                 self._handles.pop(result.call_id, None)
@@ -385,7 +446,7 @@ class Session:
                 for request in known.to_repeat():
                     known.link.send(_for_ranks(request, [key[1]]))
         if handle is not None:
-            handle.answer(key[1], Outcome(None, 0.0))
+            handle.answer(key[1], Outcome(b"", 0.0))
 
     def _on_stopped(self, key: RankKey) -> None:
         with self._mutex:
@@ -402,7 +463,7 @@ class Session:
         with self._mutex:
             if key in self._ranks:
                 self._ranks[key].log.append(line)
-        self._on_log(*key, line)
+        self._on_log(group_of(key[0]), key[1], line)
 
     def _waits(self, now_s: float) -> list[str]:
         with self._mutex:
@@ -424,7 +485,7 @@ class Session:
             known.restarting = True
             lost = [] if known.on_death == "retry" else known.forget_calls()
             handles = [self._handles.pop(call_id, ("", None))[1] for call_id in lost]
-        self._on_log(*key, f"restarted after: {failure}")
+        self._on_log(group_of(key[0]), key[1], f"restarted after: {failure}")
         for handle in handles:
             if handle is not None:
                 handle.fail(failure)

@@ -7,7 +7,7 @@ from inspect import getattr_static
 from typing import Any, Literal, NoReturn
 
 # What the runtime itself calls; not for callers of a group.
-_RESERVED = frozenset({"setup", "group", "context", "config", "on_death", "in_step"})
+_RESERVED = frozenset({"setup", "group", "context", "config", "on_death", "in_step", "shards", "load_shards"})
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class GroupSpec:
     stages: tuple[str, ...]
     device_kind: str = "cpu"
     devices_per_rank: int | None = 1
+    ranks_per_process: int = 1
     min_devices: int = 1
     max_devices: int = 0
     can_offload: bool = False
@@ -46,6 +47,13 @@ class GroupSpec:
         if self.devices_per_rank is not None and self.devices_per_rank < 1:
             raise ValueError(
                 f"group {self.name}: got devices_per_rank={self.devices_per_rank}, want at least 1, or None for all"
+            )
+        if self.ranks_per_process < 1:
+            raise ValueError(f"group {self.name}: got ranks_per_process={self.ranks_per_process}, want at least 1")
+        if self.ranks_per_process > 1 and self.device_kind == "cuda":
+            raise ValueError(
+                f"group {self.name}: got ranks_per_process={self.ranks_per_process} on 'cuda', want 1: "
+                "a process sees the CUDA devices of one rank"
             )
         if self.min_devices < 1 or (self.max_devices and self.max_devices < self.min_devices):
             raise ValueError(

@@ -6,7 +6,7 @@ import queue
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -17,7 +17,7 @@ from m2flow.worker._node import Emit, NodeAgent, RankKey, Ranks
 from m2flow.worker._wire import PROTOCOL_VERSION, failure_report
 from m2flow.worker.launchers._boot import Boot
 from m2flow.worker.launchers._control import ControlServer
-from m2flow.worker.launchers._frames import receive_frame, send_frame
+from m2flow.worker.launchers._frames import FrameReader, send_frame
 from m2flow.worker.launchers._link import GRPC_OPTIONS, session_address
 
 # For the stream's last words: the driver waits for them.
@@ -39,14 +39,14 @@ class ProcessRanks:
     def start(self, order: pb.StartWorker) -> None:
         self._tell(pb.SessionRequest(start=order))
 
-    def ask(self, key: RankKey, request: pb.SessionRequest) -> None:
+    def ask(self, keys: Sequence[RankKey], request: pb.SessionRequest) -> None:
         if self._control is not None:
-            self._control.send(key, request.SerializeToString())
+            self._control.send(keys, request.SerializeToString())
 
     def stop(self, key: RankKey, grace_s: float) -> None:
         request = pb.SessionRequest(stop=pb.StopWorker(group=key[0], rank=key[1], grace_s=grace_s))
         if grace_s > 0:
-            self.ask(key, request)
+            self.ask([key], request)
         self._tell(request)
 
     def kill(self, key: RankKey) -> None:
@@ -64,8 +64,10 @@ class ProcessRanks:
             send_frame(self._zygote, request)
 
     def _read(self) -> None:
-        while (event := receive_frame(self._zygote, pb.SessionResponse)) is not None:
-            self._emit(event)
+        incoming = FrameReader(self._zygote)
+        while (frames := incoming.read()) is not None:
+            for frame in frames:
+                self._emit(pb.SessionResponse.FromString(frame))
         self.lost.set()
         if not self._closing:
             cause = "the zygote, the parent of this machine's workers, ended"

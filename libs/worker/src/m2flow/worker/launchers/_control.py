@@ -1,7 +1,8 @@
-"""What is said to ranks of this machine, and what they answer: framed messages over one Unix socket a rank.
+"""What is said to ranks of this machine, and what they answer: framed messages over one Unix socket a process.
 
-One thread reads for all ranks of a server; whoever sends writes at once what the socket takes and leaves the rest to
-that thread, so that nobody ever waits for a rank that does not read.
+A message to many ranks goes to each of their processes once. One thread reads for all ranks of a server; whoever
+sends writes at once what the socket takes and leaves the rest to that thread, so that nobody ever waits for a rank that
+does not read.
 """
 
 import hmac
@@ -9,23 +10,25 @@ import os
 import selectors
 import socket
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.worker._node import RankKey
-from m2flow.worker.launchers._frames import LENGTH, receive_frame, send_frame
+from m2flow.worker.launchers._frames import FrameReader, framed
 
 _CHUNK = 1 << 16
 
 
 class _Connection:
-    """The server's end of one rank's socket; `key` is empty until it has said who it is."""
+    """The server's end of one process's socket; `keys` are the ranks that have said that they are there."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.key: RankKey = ("", 0)
-        self.incoming = bytearray()
+        self.keys: list[RankKey] = []
+        self.incoming = FrameReader(sock)
         self.outgoing = bytearray()
         self.mutex = threading.Lock()
 
@@ -41,28 +44,6 @@ class _Connection:
             except OSError:
                 self.outgoing.clear()  # It has gone; its end-of-file is read by the thread.
             return True
-
-    def frames(self) -> list[bytes] | None:
-        """The whole messages that have come; None at the end."""
-        try:
-            data = self.sock.recv(_CHUNK)
-        except BlockingIOError:
-            return []
-        except OSError:
-            return None
-        if not data:
-            return None
-        self.incoming += data
-        found = []
-        at = 0
-        while len(self.incoming) - at >= LENGTH.size:
-            end = at + LENGTH.size + LENGTH.unpack_from(self.incoming, at)[0]
-            if end > len(self.incoming):
-                break
-            found.append(bytes(memoryview(self.incoming)[at + LENGTH.size : end]))
-            at = end
-        del self.incoming[:at]
-        return found
 
 
 class ControlServer:
@@ -85,12 +66,13 @@ class ControlServer:
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
         self._thread.start()
 
-    def send(self, key: RankKey, request: bytes) -> None:
-        """Sends a serialised `SessionRequest`. Does not block; one for a rank that is not there is dropped."""
-        connection = self._ranks.get(key)
-        if connection is not None and not connection.write(LENGTH.pack(len(request)) + request):
-            self._to_watch.add(connection)
-            os.write(self._wake_write, b"w")
+    def send(self, keys: Iterable[RankKey], request: bytes) -> None:
+        """Sends a serialised `SessionRequest` to ranks. Does not block; ranks that are not there are passed over."""
+        frame = framed(request)
+        for connection in dict.fromkeys(map(self._ranks.get, keys)):
+            if connection is not None and not connection.write(frame):
+                self._to_watch.add(connection)
+                os.write(self._wake_write, b"w")
 
     def close(self) -> None:
         """Hears nobody any more. Blocks shortly."""
@@ -127,51 +109,77 @@ class ControlServer:
     def _watch(self) -> None:
         while self._to_watch:
             connection = self._to_watch.pop()
-            if self._ranks.get(connection.key) is connection:
+            if self._is_heard(connection):
                 self._selector.modify(connection.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
 
+    def _is_heard(self, connection: _Connection) -> bool:
+        return any(self._ranks.get(key) is connection for key in connection.keys)
+
     def _hear(self, connection: _Connection) -> None:
-        frames = connection.frames()
+        frames = connection.incoming.read()
         if frames is None:
             self._drop(connection)
             return
         for frame in frames:
             response = pb.SessionResponse.FromString(frame)
-            if connection.key[0]:
+            if not response.HasField("hello") and connection.keys:
                 self._on_response(response)
             elif hmac.compare_digest(response.hello.token, self._token):
                 group, _, rank = response.hello.name.rpartition(".")
-                connection.key = (group, int(rank))
-                self._ranks[connection.key] = connection
+                connection.keys.append((group, int(rank)))
+                self._ranks[group, int(rank)] = connection
             else:
                 self._drop(connection)
                 return
 
     def _drop(self, connection: _Connection) -> None:
-        if self._ranks.get(connection.key) is connection:
-            del self._ranks[connection.key]
+        for key in connection.keys:
+            if self._ranks.get(key) is connection:
+                del self._ranks[key]
         self._selector.unregister(connection.sock)
         connection.sock.close()
 
 
 class ControlClient:
-    """A rank's end. `handle` hears what it is asked, on a thread of its own, from `listen` on."""
+    """A process's end. `handle` hears what its ranks are asked, on a thread of its own, from `listen` on."""
 
-    def __init__(self, path: str, token: str, group: str, rank: int) -> None:
+    def __init__(self, path: str, token: str) -> None:
         self._sock = socket.socket(socket.AF_UNIX)
         self._sock.connect(path)
+        self._token = token
         self._mutex = threading.Lock()
-        self.report(pb.SessionResponse(hello=pb.SessionHello(token=token, name=f"{group}.{rank}")))
+        self._outbox: deque[bytes] = deque()
+
+    def enter(self, group: str, rank: int) -> None:
+        """Says that a rank is here: what it is asked comes from now on."""
+        self.report(pb.SessionResponse(hello=pb.SessionHello(token=self._token, name=f"{group}.{rank}")))
 
     def report(self, response: pb.SessionResponse) -> None:
-        """Says something. Blocks while the socket is full."""
+        """Says something, after what was said before. Whoever finds others waiting to be heard sends theirs as well."""
+        self._outbox.append(framed(response.SerializeToString()))
+        while self._outbox and self._mutex.acquire(blocking=False):
+            try:
+                self._send()
+            finally:
+                self._mutex.release()
+
+    def flush(self) -> None:
+        """Blocks until all that was said is sent."""
         with self._mutex:
-            send_frame(self._sock, response)
+            self._send()
+
+    def _send(self) -> None:
+        while self._outbox:
+            said = [self._outbox.popleft() for _ in range(len(self._outbox))]
+            with suppress(OSError):  # The driver has gone, and this process ends by another way.
+                self._sock.sendall(b"".join(said))
 
     def listen(self, handle: Callable[[pb.SessionRequest], None]) -> None:
         """Starts to hear."""
         threading.Thread(target=self._run, args=(handle,), name="control", daemon=True).start()
 
     def _run(self, handle: Callable[[pb.SessionRequest], None]) -> None:
-        while (request := receive_frame(self._sock, pb.SessionRequest)) is not None:
-            handle(request)
+        incoming = FrameReader(self._sock)
+        while (frames := incoming.read()) is not None:
+            for frame in frames:
+                handle(pb.SessionRequest.FromString(frame))

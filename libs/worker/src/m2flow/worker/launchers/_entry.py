@@ -7,7 +7,7 @@ import sys
 
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.worker.launchers._boot import Boot
-from m2flow.worker.launchers._rank import run_rank
+from m2flow.worker.launchers._rank import run_process
 from m2flow.worker.launchers._zygote import Zygote
 from m2flow.worker.target import resolve_target
 
@@ -30,14 +30,18 @@ def run_agent() -> None:
 
 
 def run_cold_rank() -> None:
-    """Reads a `Boot`, a descriptor to watch and a `StartWorker` from standard input, and becomes that rank. Blocks."""
+    """Reads a `Boot`, two descriptors and a `StartWorker` from standard input, and becomes that rank. Blocks.
+
+    One descriptor is to be watched; the other, or -1, brings further ranks.
+    """
     stdin = sys.stdin.buffer
     boot = Boot.from_json(stdin.readline().decode())
-    life_fd = int(stdin.readline())
+    life_fd, further_fd = map(int, stdin.readline().split())
+    further = socket.socket(fileno=further_fd) if further_fd >= 0 else None
     order = pb.StartWorker.FromString(stdin.read())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.exit(run_rank(order, boot, [boot.liveness_fd, life_fd]))
+    sys.exit(run_process(order, boot, [boot.liveness_fd, life_fd], further))
 
 
 def _be_zygote(boot: Boot, agent: socket.socket) -> None:

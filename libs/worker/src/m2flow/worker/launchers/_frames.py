@@ -2,39 +2,51 @@
 
 import socket
 import struct
-from typing import TypeVar
 
 from google.protobuf.message import Message
 
-LENGTH = struct.Struct("<I")
-"""What stands before a message: its size in bytes."""
+_LENGTH = struct.Struct("<I")
+_CHUNK = 1 << 16
 
-AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+def framed(body: bytes) -> bytes:
+    """A serialised message as it goes over the wire."""
+    return _LENGTH.pack(len(body)) + body
 
 
 def send_frame(sock: socket.socket, message: Message) -> None:
     """Sends one message. Blocks while the socket's buffer is full; raises OSError when the other end has gone."""
-    body = message.SerializeToString()
-    sock.sendall(LENGTH.pack(len(body)) + body)
+    sock.sendall(framed(message.SerializeToString()))
 
 
-def receive_frame(sock: socket.socket, kind: type[AnyMessage]) -> AnyMessage | None:
-    """The next message, or None when the other end has gone. Blocks."""
-    head = _receive(sock, LENGTH.size)
-    if head is None:
-        return None
-    body = _receive(sock, LENGTH.unpack(head)[0])
-    return None if body is None else kind.FromString(body)
+class FrameReader:
+    """Cuts what comes from a socket into messages."""
 
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._rest = bytearray()
 
-def _receive(sock: socket.socket, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
+    def read(self) -> list[bytes] | None:
+        """The messages that one more read completes, often none; None when the other end has gone.
+
+        Blocks where the socket does.
+        """
         try:
-            part = sock.recv(size - len(parts))
-        except ConnectionError:
+            data = self._sock.recv(_CHUNK)
+        except BlockingIOError:
+            return []
+        except OSError:
             return None
-        if not part:
+        if not data:
             return None
-        parts += part
-    return bytes(parts)
+        self._rest += data
+        found, start = [], 0
+        while len(self._rest) - start >= _LENGTH.size:
+            body = start + _LENGTH.size
+            end = body + _LENGTH.unpack_from(self._rest, start)[0]
+            if end > len(self._rest):
+                break
+            found.append(bytes(memoryview(self._rest)[body:end]))
+            start = end
+        del self._rest[:start]
+        return found

@@ -98,9 +98,7 @@ class LocalLink(GrpcLink):
         """Says something to the agent, or to ranks. Does not block."""
         kind = request.WhichOneof("kind")
         if kind in ("call", "attach", "cancel", "stop"):
-            told = request.SerializeToString()
-            for key in addressees(request):
-                self._control.send(key, told)
+            self._control.send(addressees(request), request.SerializeToString())
         if kind not in ("call", "attach", "cancel"):
             super().send(request)
 

@@ -27,21 +27,25 @@ from m2flow.worker._cause import failure_of
 from m2flow.worker._python import MODULE
 from m2flow.worker.errors import LaunchError
 from m2flow.worker.launchers._boot import Boot
-from m2flow.worker.launchers._frames import receive_frame, send_frame
-from m2flow.worker.launchers._rank import run_rank
+from m2flow.worker.launchers._frames import FrameReader, send_frame
+from m2flow.worker.launchers._rank import run_process
 
 _CHUNK = 1 << 16
 
 
 @dataclass
 class _Child:
+    """A process and its ranks; `further` brings it more of them, where it may hold several."""
+
     group: str
-    rank: int
+    ranks: list[int]
     pid: int
     pidfd: int
     log_fd: int
+    further: socket.socket | None = None
     partial: bytes = b""
-    kill_at: float = field(default=float("inf"))
+    stopping: set[int] = field(default_factory=set)
+    kill_at: float = float("inf")
 
 
 class Zygote:
@@ -51,7 +55,10 @@ class Zygote:
         self._boot = boot
         self._agent = agent
         self._selector = selectors.DefaultSelector()
+        self._orders = FrameReader(agent)
         self._children: dict[tuple[str, int], _Child] = {}
+        # Those that may hold several ranks, by group and number.
+        self._processes: dict[tuple[str, int], _Child] = {}
         # Only this process holds the writing end: its children read end-of-file when it dies.
         self._life_read, self._life_write = os.pipe()
 
@@ -82,20 +89,29 @@ class Zygote:
             raise _Gone
 
     def _on_agent(self) -> None:
-        request = receive_frame(self._agent, pb.SessionRequest)
-        if request is None:
+        frames = self._orders.read()
+        if frames is None:
             raise _Gone
-        kind = request.WhichOneof("kind")
-        if kind == "start":
-            self._start(request.start)
-        elif kind == "stop":
-            child = self._children.get((request.stop.group, request.stop.rank))
-            if child is not None:
-                child.kill_at = time.monotonic() + request.stop.grace_s
-        elif kind == "kill":
-            child = self._children.get((request.kill.group, request.kill.rank))
-            if child is not None:
-                os.kill(child.pid, signal.SIGKILL)
+        for frame in frames:
+            request = pb.SessionRequest.FromString(frame)
+            kind = request.WhichOneof("kind")
+            if kind == "start":
+                self._start(request.start)
+            elif kind == "stop":
+                self._stop(request.stop)
+            elif kind == "kill":
+                child = self._children.get((request.kill.group, request.kill.rank))
+                if child is not None:
+                    os.kill(child.pid, signal.SIGKILL)
+
+    def _stop(self, stop: pb.StopWorker) -> None:
+        child = self._children.get((stop.group, stop.rank))
+        if child is None:
+            return
+        child.stopping.add(stop.rank)
+        # A rank that shares its process is asked first; when none is left in it, the process ends by itself.
+        if stop.grace_s <= 0 or child.stopping.issuperset(child.ranks):
+            child.kill_at = time.monotonic() + stop.grace_s
 
     def _start(self, order: pb.StartWorker) -> None:
         try:
@@ -108,47 +124,66 @@ class Zygote:
             self._say(failure_of(failure, order.group, order.rank, "start", 0))
             self._say(pb.SessionResponse(stopped=pb.Stopped(exit_code=1, group=order.group, rank=order.rank)))
             return
+        child = self._shared(order) or self._new_process(order)
+        self._children[order.group, order.rank] = child
+
+    def _shared(self, order: pb.StartWorker) -> _Child | None:
+        """The process that the rank joins, told of it; None where there is none yet."""
+        child = self._processes.get((order.group, order.process))
+        if child is not None and child.further is not None:
+            child.ranks.append(order.rank)
+            with suppress(OSError):  # It has just ended: its exit is seen next, and is that of this rank too.
+                send_frame(child.further, order)
+        return child
+
+    def _new_process(self, order: pb.StartWorker) -> _Child:
         log_read, log_write = os.pipe()
+        ours, childs = socket.socketpair() if order.process else (None, None)
         sys.stdout.flush()
         sys.stderr.flush()
         # A fork copies one thread and every lock: where an import has started threads, ranks start cold instead.
         if len(os.listdir("/proc/self/task")) == 1:
-            pid = self._fork(order, log_read, log_write)
+            pid = self._fork(order, log_read, log_write, childs)
         else:
-            pid = self._spawn(order, log_write)
+            pid = self._spawn(order, log_write, childs)
         os.close(log_write)
         os.set_blocking(log_read, False)
-        child = _Child(order.group, order.rank, pid, os.pidfd_open(pid), log_read)
-        self._children[order.group, order.rank] = child
+        child = _Child(order.group, [order.rank], pid, os.pidfd_open(pid), log_read, ours)
+        if childs is not None:
+            childs.close()
+            self._processes[order.group, order.process] = child
         self._selector.register(child.log_fd, selectors.EVENT_READ, lambda: self._on_log(child))
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._on_exit(child))
+        return child
 
-    def _fork(self, order: pb.StartWorker, log_read: int, log_write: int) -> int:
+    def _fork(self, order: pb.StartWorker, log_read: int, log_write: int, further: socket.socket | None) -> int:
         gc.freeze()
         pid = os.fork()
         if pid == 0:
             os.close(log_read)
-            self._become(order, log_write)
+            self._become(order, log_write, further)
         os.setpgid(pid, pid)
         return pid
 
-    def _spawn(self, order: pb.StartWorker, log_write: int) -> int:
+    def _spawn(self, order: pb.StartWorker, log_write: int, further: socket.socket | None) -> int:
+        further_fd = -1 if further is None else further.fileno()
         process = subprocess.Popen(
             [*MODULE, "rank"],
             stdin=subprocess.PIPE,
             stdout=log_write,
             stderr=log_write,
-            pass_fds=(self._boot.liveness_fd, self._life_read),
+            pass_fds=[fd for fd in (self._boot.liveness_fd, self._life_read, further_fd) if fd >= 0],
             process_group=0,
         )
         assert process.stdin is not None
         with process.stdin as stdin:
-            stdin.write(f"{self._boot.to_json()}\n{self._life_read}\n".encode() + order.SerializeToString())
+            head = f"{self._boot.to_json()}\n{self._life_read} {further_fd}\n"
+            stdin.write(head.encode() + order.SerializeToString())
         # Its exit is seen and reaped here, as that of a forked one.
         process.returncode = 0
         return process.pid
 
-    def _become(self, order: pb.StartWorker, log_fd: int) -> NoReturn:
+    def _become(self, order: pb.StartWorker, log_fd: int, further: socket.socket | None) -> NoReturn:
         """The rest of a child's life. It never returns to the zygote's loop."""
         exit_code = 1
         try:
@@ -156,11 +191,14 @@ class Zygote:
                 if key.fd != self._boot.liveness_fd:
                     os.close(key.fd)
             self._selector.close()
+            for child in self._processes.values():
+                if child.further is not None:
+                    child.further.close()
             os.dup2(log_fd, 1)
             os.dup2(log_fd, 2)
             os.close(log_fd)
             os.close(self._life_write)
-            exit_code = run_rank(order, self._boot, [self._boot.liveness_fd, self._life_read])
+            exit_code = run_process(order, self._boot, [self._boot.liveness_fd, self._life_read], further)
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
@@ -183,7 +221,7 @@ class Zygote:
 
     def _say_line(self, child: _Child, line: bytes) -> None:
         text = line.decode(errors="replace")
-        self._say(pb.SessionResponse(log=pb.LogLine(group=child.group, rank=child.rank, text=text)))
+        self._say(pb.SessionResponse(log=pb.LogLine(group=child.group, rank=child.ranks[0], text=text)))
 
     def _on_exit(self, child: _Child) -> None:
         exit_code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
@@ -198,10 +236,12 @@ class Zygote:
         if child.partial:
             self._say_line(child, child.partial)
         os.close(child.log_fd)
-        del self._children[child.group, child.rank]
-        self._say(
-            pb.SessionResponse(stopped=pb.Stopped(exit_code=exit_code, group=child.group, rank=child.rank)),
-        )
+        if child.further is not None:
+            child.further.close()
+        self._processes = {key: other for key, other in self._processes.items() if other is not child}
+        for rank in child.ranks:
+            del self._children[child.group, rank]
+            self._say(pb.SessionResponse(stopped=pb.Stopped(exit_code=exit_code, group=child.group, rank=rank)))
 
     def _say(self, response: pb.SessionResponse) -> None:
         try:
@@ -219,8 +259,8 @@ class Zygote:
     def _leave(self) -> None:
         for child in self._children.values():
             _kill_group(child.pid)
-        for child in self._children.values():
-            os.waitpid(child.pid, 0)
+        for pid in {child.pid for child in self._children.values()}:
+            os.waitpid(pid, 0)
         if self._boot.owns_directory:
             shutil.rmtree(self._boot.directory, ignore_errors=True)
 

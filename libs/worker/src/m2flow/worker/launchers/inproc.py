@@ -30,14 +30,15 @@ class ThreadRanks:
 
     def start(self, order: pb.StartWorker) -> None:
         key = (order.group, order.rank)
-        endpoint = Endpoint(self._directory, f"{order.group}.{order.rank}", token=self._token)
-        host = self._hosts[key] = RankHost(order, endpoint, self._emit)
+        open_endpoint = partial(Endpoint, self._directory, token=self._token)
+        host = self._hosts[key] = RankHost(order, open_endpoint, self._emit)
         name = f"{order.group}.{order.rank}"
         thread = self._threads[key] = threading.Thread(target=self._run, args=(key, host), name=name, daemon=True)
         thread.start()
 
-    def ask(self, key: RankKey, request: pb.SessionRequest) -> None:
-        self._hosts[key].handle(request)
+    def ask(self, keys: Sequence[RankKey], request: pb.SessionRequest) -> None:
+        for key in keys:
+            self._hosts[key].handle(request)
 
     def stop(self, key: RankKey, grace_s: float) -> None:
         self._hosts[key].handle(pb.SessionRequest(stop=pb.StopWorker(grace_s=grace_s)))
@@ -57,7 +58,6 @@ class ThreadRanks:
 
     def _run(self, key: RankKey, host: RankHost) -> None:
         built = host.run()
-        host.context.endpoint.close()
         self._emit(pb.SessionResponse(stopped=pb.Stopped(group=key[0], rank=key[1], exit_code=0 if built else 1)))
 
 

@@ -10,7 +10,9 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
 
 from m2flow.worker.cluster import Cluster
 from m2flow.worker.errors import (
@@ -24,7 +26,9 @@ from m2flow.worker.errors import (
 from m2flow.worker.group import WorkerGroup
 from m2flow.worker.launch import launch_run
 from m2flow.worker.session import Session
+from m2flow.worker.spec import GroupSpec
 from m2flow.worker.testing.probe import DropProbe, Probe, RetryProbe
+from m2flow.worker.testing.sharded import ShardedProbe
 
 Failure = TypeVar("Failure", bound=BaseException)
 
@@ -34,10 +38,14 @@ DEADLINE_S = 15.0 if os.environ.get("CI") == "true" else 5.0
 
 
 class LauncherConformance:
-    """The suite. `launcher` names what it runs on, `dies` whether its ranks can be killed."""
+    """The suite. `launcher` names what it runs on, `dies` whether its ranks can be killed.
+
+    With `ranks_per_process` 2 the ranks of each device of the shared group, and all of others, share a process.
+    """
 
     launcher: ClassVar[str]
     dies: ClassVar[bool] = True
+    ranks_per_process: ClassVar[int] = 1
     session: ClassVar[Session]
     group: ClassVar[WorkerGroup]
 
@@ -50,12 +58,17 @@ class LauncherConformance:
     def setup_class(cls) -> None:
         """Starts the run that the healthy tests share."""
         cls.session = cls.launch()
-        cls.group = cls.session.start(Probe.group({"size": 3}, name="shared", device_kind="virtual"), "0-1*2")
+        cls.group = cls.session.start(cls.spec({"size": 3}, name="shared"), "0-1*2")
 
     @classmethod
     def teardown_class(cls) -> None:
         """Ends it."""
         cls.session.close()
+
+    @classmethod
+    def spec(cls, config: Any = None, *, worker: type[Probe] = Probe, name: str | None = None) -> GroupSpec:
+        """A group of probes."""
+        return worker.group(config, name=name, device_kind="virtual", ranks_per_process=cls.ranks_per_process)
 
     def test_results_come_in_rank_order(self) -> None:
         """Every rank knows its place, its devices and its config."""
@@ -64,6 +77,8 @@ class LauncherConformance:
         assert [answer["devices"] for answer in answers] == [[0], [0], [1], [1]]
         assert all(answer["world_size"] == 4 and answer["config"] == {"size": 3} for answer in answers)
         assert [answer["pid"] for answer in answers] == self.group.pids
+        if self.dies:
+            assert len(set(self.group.pids)) == 4 // self.ranks_per_process
 
     def test_payload_trees_come_back_as_they_went(self) -> None:
         """No pickle, and nothing lost."""
@@ -139,16 +154,66 @@ class LauncherConformance:
 
     def test_groups_start_and_stop_within_a_run(self) -> None:
         """And a name is taken only once at a time."""
-        spec = Probe.group(name="brief", device_kind="virtual")
+        spec = self.spec(name="brief")
         brief = self.session.start(spec, "0")
         refused(LaunchError, "one of that name already", lambda: self.session.start(spec, "0"))
         self.session.stop(brief)
         assert self.session.start(spec, "1").whoami().result(30)[0]["devices"] == [1]
         self.session.stop(self.session.groups["brief"])
+        refused(SessionClosedError, "it was stopped", lambda: brief.echo(1))
+
+    def test_calls_of_a_stopped_group_end(self) -> None:
+        """Those that it had no time to answer."""
+        if self.dies:
+            brief = self.session.start(self.spec(name="brief"), "0")
+            under_way, behind = brief.sleep(60.0), brief.echo(1)
+            self.session.stop(brief, grace_s=0.0)
+            refused(SessionClosedError, "group brief was stopped", lambda: under_way.result(10))
+            refused(SessionClosedError, "group brief was stopped", lambda: behind.result(10))
+
+    def test_a_start_that_takes_too_long_says_which_limit(self) -> None:
+        """The run's own, or that of the call."""
+        spec = self.spec({"setup": "sleep 1"}, name="slow")
+        refused(LaunchError, "raise launch_run's start_timeout_s", lambda: self.session.start(spec, "0", timeout_s=0.1))
+        self.session.stop(self.session.groups["slow"])
+
+    def test_a_group_is_re_placed_and_its_state_goes_with_it(self) -> None:
+        """From one rank to four and back, to the bit, cut anew each time; processes stay where they are."""
+        config = {"rows": 5, "columns": 7}
+        one = self.session.start(ShardedProbe.group(config, device_kind="virtual"), "0")
+        one.fill(3).wait(30)
+        (whole,) = one.held().result(30)
+        pids = one.pids
+        four = self.session.replace(one, "0-1*2")
+        assert (four.name, four.world_size, self.session.groups[one.name]) == ("sharded_probe", 4, four)
+        refused(SessionClosedError, "it was stopped", lambda: one.held())
+        parts = four.held().result(30)
+        assert [part["begins"] for part in parts] == [[0, 0], [1, 1], [2, 3], [3, 5]]
+        for name, axis in (("rows", 0), ("columns", 1)):
+            assert np.array_equal(np.concatenate([part[name] for part in parts], axis), whole[name])
+        if self.dies:
+            assert not set(four.pids) & set(pids)
+        again = self.session.replace(four, "1")
+        (back,) = again.held().result(30)
+        assert all(np.array_equal(back[name], whole[name]) for name in ("rows", "columns", "count"))
+        refused(PlacementError, "beyond the end", lambda: self.session.replace(again, "9"))
+        assert again.held().result(30)[0]["count"] == 3
+        self.session.stop(again)
+
+    def test_a_re_placed_rank_restarts_and_fails_under_its_name(self) -> None:
+        """As one that was never moved."""
+        if self.dies:
+            with self.launch() as session:
+                retry, probe = session.start_all([(self.spec(worker=RetryProbe), "0"), (self.spec(), "1")])
+                retry, probe = session.replace(retry, "1"), session.replace(probe, "0")
+                assert retry.die_once().result(30) == [1]
+                probe.say("last words").wait(30)
+                failure = refused(WorkerFailed, "last words", lambda: probe.die().result(30))
+                assert (failure.group, failure.rank, failure.phase) == ("probe", 0, "die")
 
     def test_what_does_not_fit_is_refused_before_anything_starts(self) -> None:
         """With the reason."""
-        spec = Probe.group(name="never", device_kind="virtual")
+        spec = self.spec(name="never")
         refused(PlacementError, "beyond the end", lambda: self.session.start(spec, "0-9"))
         refused(AttributeError, "did you mean 'whoami'", lambda: self.group.whoam)
         assert "never" not in self.session.groups
@@ -168,7 +233,7 @@ class LauncherConformance:
     def test_a_failing_setup_ends_the_run(self) -> None:
         """In phase start."""
         with self.launch() as session:
-            spec = Probe.group({"setup": "raise"}, device_kind="virtual")
+            spec = self.spec({"setup": "raise"})
             failure = refused(WorkerFailed, "told to fail in setup", lambda: session.start(spec, "0"))
             assert failure.phase == "start"
             assert session.failure is failure
@@ -176,7 +241,7 @@ class LauncherConformance:
     def test_a_class_that_is_not_there_ends_the_run(self) -> None:
         """In phase start."""
         with self.launch() as session:
-            spec = Probe.group(device_kind="virtual")
+            spec = self.spec()
             object.__setattr__(spec, "target", "m2flow.worker.nowhere:Probe")
             failure = refused(WorkerFailed, "No module named", lambda: session.start(spec, "0"))
             assert failure.phase == "start"
@@ -184,7 +249,7 @@ class LauncherConformance:
     def test_calls_on_a_closed_run_are_refused(self) -> None:
         """Those under way as well."""
         with self.launch() as session:
-            group = session.start(Probe.group(device_kind="virtual"), "0")
+            group = session.start(self.spec(), "0")
             handle = group.sleep(60.0) if self.dies else group.echo(1)
         if self.dies:
             refused(SessionClosedError, "closed", lambda: handle.result(10))
@@ -208,25 +273,26 @@ class LauncherConformance:
         """With the objects beside it."""
         if self.dies:
             with self.launch() as session:
-                group = session.start(RetryProbe.group(device_kind="virtual"), "0-1")
+                group = session.start(self.spec(worker=RetryProbe), "0-1")
                 beside = group.attach("beside", COMPANION, "hello")
                 beside.attached.wait(30)
                 assert group.on(0).die_once().result(30) == [1]
-                assert beside.greet().result(30) == ["hello 0 of start 1", "hello 1 of start 0"]
+                other = int(self.ranks_per_process > 1)  # It went, and came again, with its process.
+                assert beside.greet().result(30) == ["hello 0 of start 1", f"hello 1 of start {other}"]
                 assert session.failure is None
 
     def test_retry_has_a_limit(self) -> None:
         """Then the run ends."""
         if self.dies:
             with self.launch() as session:
-                group = session.start(RetryProbe.group(device_kind="virtual"), "0")
+                group = session.start(self.spec(worker=RetryProbe), "0")
                 refused(WorkerFailed, "phase 'die'", lambda: group.die().result(30))
 
     def test_drop_starts_the_rank_again_without_its_calls(self) -> None:
         """The caller hears of it; the run goes on."""
         if self.dies:
             with self.launch() as session:
-                group = session.start(DropProbe.group(device_kind="virtual"), "0")
+                group = session.start(self.spec(worker=DropProbe), "0")
                 handle = group.die_once()
                 refused(WorkerFailed, "SIGKILL", lambda: handle.result(30))
                 assert [answer["attempt"] for answer in group.whoami().result(30)] == [1]
@@ -235,7 +301,7 @@ class LauncherConformance:
     def fails(self, act: Callable[[WorkerGroup], object]) -> WorkerFailed:
         """The failure of a run in which `act` makes a rank fail: it comes in time, and to every caller."""
         with self.launch() as session:
-            group = session.start(Probe.group(name="victim", device_kind="virtual"), "0-1")
+            group = session.start(self.spec(name="victim"), "0-1")
             waiting = group.attach("beside", COMPANION, "hello").attached
             waiting.wait(30)
             start = time.monotonic()

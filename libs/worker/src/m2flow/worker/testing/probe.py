@@ -12,14 +12,18 @@ from m2flow.worker.context import WorkerContext
 
 
 class Probe(Worker):
-    """Does what it is told. `config` is a tree that it gives back; {"setup": "raise"} makes its setup fail."""
+    """Does what it is told. `config` is a tree that it gives back; {"setup": "raise"} makes its setup fail,
+    {"setup": "sleep 1"} makes it slow."""
 
     def setup(self) -> None:
         self.count = 0
         # A question that is never answered: only the rank's end ends it.
         self.context.endpoint.handle("probe", lambda _: Future())
-        if isinstance(self.config, dict) and self.config.get("setup") == "raise":
+        told, _, rest = str(self.config.get("setup", "")).partition(" ") if isinstance(self.config, dict) else ("",) * 3
+        if told == "raise":
             raise RuntimeError("the probe was told to fail in setup")
+        if told == "sleep":
+            time.sleep(float(rest))
 
     def echo(self, value: Any) -> Any:
         """Gives the value back."""

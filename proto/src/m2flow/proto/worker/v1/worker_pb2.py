@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#m2flow/proto/worker/v1/worker.proto\x12\x16m2flow.proto.worker.v1\"\xcf\x01\n\x06\x44\x65vice\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\r\n\x05index\x18\x04 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x04\x12:\n\x06labels\x18\x06 \x03(\x0b\x32*.m2flow.proto.worker.v1.Device.LabelsEntry\x12\r\n\x05\x63ores\x18\x07 \x03(\r\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"V\n\x04Node\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12/\n\x07\x64\x65vices\x18\x03 \x03(\x0b\x32\x1e.m2flow.proto.worker.v1.Device\"A\n\tPlacement\x12\x34\n\x05ranks\x18\x01 \x03(\x0b\x32%.m2flow.proto.worker.v1.RankPlacement\"#\n\rRankPlacement\x12\x12\n\ndevice_ids\x18\x01 \x03(\r\"\x8f\x03\n\x0eSessionRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x35\n\x05hello\x18\x02 \x01(\x0b\x32$.m2flow.proto.worker.v1.SessionHelloH\x00\x12\x34\n\x05start\x18\x03 \x01(\x0b\x32#.m2flow.proto.worker.v1.StartWorkerH\x00\x12,\n\x04\x63\x61ll\x18\x04 \x01(\x0b\x32\x1c.m2flow.proto.worker.v1.CallH\x00\x12\x34\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\".m2flow.proto.worker.v1.CancelCallH\x00\x12\x32\n\x04stop\x18\x06 \x01(\x0b\x32\".m2flow.proto.worker.v1.StopWorkerH\x00\x12\x30\n\x06\x61ttach\x18\x07 \x01(\x0b\x32\x1e.m2flow.proto.worker.v1.AttachH\x00\x12\x32\n\x04kill\x18\x08 \x01(\x0b\x32\".m2flow.proto.worker.v1.KillWorkerH\x00\x42\x06\n\x04kind\"<\n\x0cSessionHello\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xbc\x02\n\x0bStartWorker\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0e\n\x06target\x18\x04 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x05 \x01(\x0c\x12/\n\x07\x64\x65vices\x18\x06 \x03(\x0b\x32\x1e.m2flow.proto.worker.v1.Device\x12I\n\x0b\x65nvironment\x18\x07 \x03(\x0b\x32\x34.m2flow.proto.worker.v1.StartWorker.EnvironmentEntry\x12\x0f\n\x07run_dir\x18\n \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x0b \x01(\r\x1a\x32\n\x10\x45nvironmentEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\x08\x10\tJ\x04\x08\t\x10\n\"Y\n\x04\x43\x61ll\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x10\n\x08\x61ttached\x18\x03 \x01(\t\x12\x0e\n\x06method\x18\x04 \x01(\t\x12\x11\n\targuments\x18\x05 \x01(\x0c\"W\n\x06\x41ttach\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0e\n\x06target\x18\x04 \x01(\t\x12\x11\n\targuments\x18\x05 \x01(\x0c\";\n\nCancelCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\r\n\x05group\x18\x02 \x01(\t\x12\r\n\x05ranks\x18\x03 \x03(\r\":\n\nStopWorker\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07grace_s\x18\x03 \x01(\x01\")\n\nKillWorker\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\"\xe6\x02\n\x0fSessionResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x35\n\x05hello\x18\x02 \x01(\x0b\x32$.m2flow.proto.worker.v1.SessionHelloH\x00\x12\x32\n\x07started\x18\x03 \x01(\x0b\x32\x1f.m2flow.proto.worker.v1.StartedH\x00\x12\x36\n\x07results\x18\x04 \x01(\x0b\x32#.m2flow.proto.worker.v1.CallResultsH\x00\x12\x38\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32%.m2flow.proto.worker.v1.FailureReportH\x00\x12.\n\x03log\x18\x06 \x01(\x0b\x32\x1f.m2flow.proto.worker.v1.LogLineH\x00\x12\x32\n\x07stopped\x18\x07 \x01(\x0b\x32\x1f.m2flow.proto.worker.v1.StoppedH\x00\x42\x06\n\x04kind\"3\n\x07Started\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\"B\n\x0b\x43\x61llResults\x12\x33\n\x07results\x18\x01 \x03(\x0b\x32\".m2flow.proto.worker.v1.CallResult\"\xba\x01\n\nCallResult\x12\r\n\x05value\x18\x01 \x01(\x0c\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12>\n\x06timers\x18\x03 \x03(\x0b\x32..m2flow.proto.worker.v1.CallResult.TimersEntry\x12\x0f\n\x07\x63\x61ll_id\x18\x04 \x01(\x04\x12\x0c\n\x04rank\x18\x05 \x01(\r\x1a-\n\x0bTimersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"9\n\x07Stopped\x12\x11\n\texit_code\x18\x01 \x01(\x05\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\"4\n\x07LogLine\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\"\xb4\x01\n\rFailureReport\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\r\n\x05phase\x18\x05 \x01(\t\x12\r\n\x05\x63\x61use\x18\x06 \x01(\t\x12\x11\n\ttraceback\x18\x07 \x01(\t\x12\x0e\n\x06time_s\x18\t \x01(\x01\x12\x0f\n\x07\x63\x61ll_id\x18\n \x01(\x04\x12\x13\n\x0b\x63onsequence\x18\x0b \x01(\x08J\x04\x08\x08\x10\t2o\n\rWorkerService\x12^\n\x07Session\x12&.m2flow.proto.worker.v1.SessionRequest\x1a\'.m2flow.proto.worker.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#m2flow/proto/worker/v1/worker.proto\x12\x16m2flow.proto.worker.v1\"\xcf\x01\n\x06\x44\x65vice\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\r\n\x05index\x18\x04 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x04\x12:\n\x06labels\x18\x06 \x03(\x0b\x32*.m2flow.proto.worker.v1.Device.LabelsEntry\x12\r\n\x05\x63ores\x18\x07 \x03(\r\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"V\n\x04Node\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12/\n\x07\x64\x65vices\x18\x03 \x03(\x0b\x32\x1e.m2flow.proto.worker.v1.Device\"A\n\tPlacement\x12\x34\n\x05ranks\x18\x01 \x03(\x0b\x32%.m2flow.proto.worker.v1.RankPlacement\"#\n\rRankPlacement\x12\x12\n\ndevice_ids\x18\x01 \x03(\r\"\x8f\x03\n\x0eSessionRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x35\n\x05hello\x18\x02 \x01(\x0b\x32$.m2flow.proto.worker.v1.SessionHelloH\x00\x12\x34\n\x05start\x18\x03 \x01(\x0b\x32#.m2flow.proto.worker.v1.StartWorkerH\x00\x12,\n\x04\x63\x61ll\x18\x04 \x01(\x0b\x32\x1c.m2flow.proto.worker.v1.CallH\x00\x12\x34\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\".m2flow.proto.worker.v1.CancelCallH\x00\x12\x32\n\x04stop\x18\x06 \x01(\x0b\x32\".m2flow.proto.worker.v1.StopWorkerH\x00\x12\x30\n\x06\x61ttach\x18\x07 \x01(\x0b\x32\x1e.m2flow.proto.worker.v1.AttachH\x00\x12\x32\n\x04kill\x18\x08 \x01(\x0b\x32\".m2flow.proto.worker.v1.KillWorkerH\x00\x42\x06\n\x04kind\"<\n\x0cSessionHello\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xcd\x02\n\x0bStartWorker\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0e\n\x06target\x18\x04 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x05 \x01(\x0c\x12/\n\x07\x64\x65vices\x18\x06 \x03(\x0b\x32\x1e.m2flow.proto.worker.v1.Device\x12I\n\x0b\x65nvironment\x18\x07 \x03(\x0b\x32\x34.m2flow.proto.worker.v1.StartWorker.EnvironmentEntry\x12\x0f\n\x07run_dir\x18\n \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x0b \x01(\r\x12\x0f\n\x07process\x18\x0c \x01(\r\x1a\x32\n\x10\x45nvironmentEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\x08\x10\tJ\x04\x08\t\x10\n\"Y\n\x04\x43\x61ll\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x10\n\x08\x61ttached\x18\x03 \x01(\t\x12\x0e\n\x06method\x18\x04 \x01(\t\x12\x11\n\targuments\x18\x05 \x01(\x0c\"W\n\x06\x41ttach\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0e\n\x06target\x18\x04 \x01(\t\x12\x11\n\targuments\x18\x05 \x01(\x0c\";\n\nCancelCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\r\n\x05group\x18\x02 \x01(\t\x12\r\n\x05ranks\x18\x03 \x03(\r\":\n\nStopWorker\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0f\n\x07grace_s\x18\x03 \x01(\x01\")\n\nKillWorker\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\"\xe6\x02\n\x0fSessionResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x35\n\x05hello\x18\x02 \x01(\x0b\x32$.m2flow.proto.worker.v1.SessionHelloH\x00\x12\x32\n\x07started\x18\x03 \x01(\x0b\x32\x1f.m2flow.proto.worker.v1.StartedH\x00\x12\x36\n\x07results\x18\x04 \x01(\x0b\x32#.m2flow.proto.worker.v1.CallResultsH\x00\x12\x38\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32%.m2flow.proto.worker.v1.FailureReportH\x00\x12.\n\x03log\x18\x06 \x01(\x0b\x32\x1f.m2flow.proto.worker.v1.LogLineH\x00\x12\x32\n\x07stopped\x18\x07 \x01(\x0b\x32\x1f.m2flow.proto.worker.v1.StoppedH\x00\x42\x06\n\x04kind\"3\n\x07Started\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\"B\n\x0b\x43\x61llResults\x12\x33\n\x07results\x18\x01 \x03(\x0b\x32\".m2flow.proto.worker.v1.CallResult\"\xba\x01\n\nCallResult\x12\r\n\x05value\x18\x01 \x01(\x0c\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12>\n\x06timers\x18\x03 \x03(\x0b\x32..m2flow.proto.worker.v1.CallResult.TimersEntry\x12\x0f\n\x07\x63\x61ll_id\x18\x04 \x01(\x04\x12\x0c\n\x04rank\x18\x05 \x01(\r\x1a-\n\x0bTimersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"9\n\x07Stopped\x12\x11\n\texit_code\x18\x01 \x01(\x05\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\"4\n\x07LogLine\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\"\xb4\x01\n\rFailureReport\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\r\n\x05phase\x18\x05 \x01(\t\x12\r\n\x05\x63\x61use\x18\x06 \x01(\t\x12\x11\n\ttraceback\x18\x07 \x01(\t\x12\x0e\n\x06time_s\x18\t \x01(\x01\x12\x0f\n\x07\x63\x61ll_id\x18\n \x01(\x04\x12\x13\n\x0b\x63onsequence\x18\x0b \x01(\x08J\x04\x08\x08\x10\t2o\n\rWorkerService\x12^\n\x07Session\x12&.m2flow.proto.worker.v1.SessionRequest\x1a\'.m2flow.proto.worker.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,35 +52,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONHELLO']._serialized_start=867
   _globals['_SESSIONHELLO']._serialized_end=927
   _globals['_STARTWORKER']._serialized_start=930
-  _globals['_STARTWORKER']._serialized_end=1246
-  _globals['_STARTWORKER_ENVIRONMENTENTRY']._serialized_start=1184
-  _globals['_STARTWORKER_ENVIRONMENTENTRY']._serialized_end=1234
-  _globals['_CALL']._serialized_start=1248
-  _globals['_CALL']._serialized_end=1337
-  _globals['_ATTACH']._serialized_start=1339
-  _globals['_ATTACH']._serialized_end=1426
-  _globals['_CANCELCALL']._serialized_start=1428
-  _globals['_CANCELCALL']._serialized_end=1487
-  _globals['_STOPWORKER']._serialized_start=1489
-  _globals['_STOPWORKER']._serialized_end=1547
-  _globals['_KILLWORKER']._serialized_start=1549
-  _globals['_KILLWORKER']._serialized_end=1590
-  _globals['_SESSIONRESPONSE']._serialized_start=1593
-  _globals['_SESSIONRESPONSE']._serialized_end=1951
-  _globals['_STARTED']._serialized_start=1953
-  _globals['_STARTED']._serialized_end=2004
-  _globals['_CALLRESULTS']._serialized_start=2006
-  _globals['_CALLRESULTS']._serialized_end=2072
-  _globals['_CALLRESULT']._serialized_start=2075
-  _globals['_CALLRESULT']._serialized_end=2261
-  _globals['_CALLRESULT_TIMERSENTRY']._serialized_start=2216
-  _globals['_CALLRESULT_TIMERSENTRY']._serialized_end=2261
-  _globals['_STOPPED']._serialized_start=2263
-  _globals['_STOPPED']._serialized_end=2320
-  _globals['_LOGLINE']._serialized_start=2322
-  _globals['_LOGLINE']._serialized_end=2374
-  _globals['_FAILUREREPORT']._serialized_start=2377
-  _globals['_FAILUREREPORT']._serialized_end=2557
-  _globals['_WORKERSERVICE']._serialized_start=2559
-  _globals['_WORKERSERVICE']._serialized_end=2670
+  _globals['_STARTWORKER']._serialized_end=1263
+  _globals['_STARTWORKER_ENVIRONMENTENTRY']._serialized_start=1201
+  _globals['_STARTWORKER_ENVIRONMENTENTRY']._serialized_end=1251
+  _globals['_CALL']._serialized_start=1265
+  _globals['_CALL']._serialized_end=1354
+  _globals['_ATTACH']._serialized_start=1356
+  _globals['_ATTACH']._serialized_end=1443
+  _globals['_CANCELCALL']._serialized_start=1445
+  _globals['_CANCELCALL']._serialized_end=1504
+  _globals['_STOPWORKER']._serialized_start=1506
+  _globals['_STOPWORKER']._serialized_end=1564
+  _globals['_KILLWORKER']._serialized_start=1566
+  _globals['_KILLWORKER']._serialized_end=1607
+  _globals['_SESSIONRESPONSE']._serialized_start=1610
+  _globals['_SESSIONRESPONSE']._serialized_end=1968
+  _globals['_STARTED']._serialized_start=1970
+  _globals['_STARTED']._serialized_end=2021
+  _globals['_CALLRESULTS']._serialized_start=2023
+  _globals['_CALLRESULTS']._serialized_end=2089
+  _globals['_CALLRESULT']._serialized_start=2092
+  _globals['_CALLRESULT']._serialized_end=2278
+  _globals['_CALLRESULT_TIMERSENTRY']._serialized_start=2233
+  _globals['_CALLRESULT_TIMERSENTRY']._serialized_end=2278
+  _globals['_STOPPED']._serialized_start=2280
+  _globals['_STOPPED']._serialized_end=2337
+  _globals['_LOGLINE']._serialized_start=2339
+  _globals['_LOGLINE']._serialized_end=2391
+  _globals['_FAILUREREPORT']._serialized_start=2394
+  _globals['_FAILUREREPORT']._serialized_end=2574
+  _globals['_WORKERSERVICE']._serialized_start=2576
+  _globals['_WORKERSERVICE']._serialized_end=2687
 # @@protoc_insertion_point(module_scope)

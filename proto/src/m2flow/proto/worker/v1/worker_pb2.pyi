@@ -84,7 +84,7 @@ class SessionHello(_message.Message):
     def __init__(self, version: _Optional[str] = ..., token: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class StartWorker(_message.Message):
-    __slots__ = ("group", "rank", "world_size", "target", "config", "devices", "environment", "run_dir", "attempt")
+    __slots__ = ("group", "rank", "world_size", "target", "config", "devices", "environment", "run_dir", "attempt", "process")
     class EnvironmentEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class StartWorker(_message.Message):
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     RUN_DIR_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     group: str
     rank: int
     world_size: int
@@ -110,7 +111,8 @@ class StartWorker(_message.Message):
     environment: _containers.ScalarMap[str, str]
     run_dir: str
     attempt: int
-    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., target: _Optional[str] = ..., config: _Optional[bytes] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., environment: _Optional[_Mapping[str, str]] = ..., run_dir: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+    process: int
+    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., target: _Optional[str] = ..., config: _Optional[bytes] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., environment: _Optional[_Mapping[str, str]] = ..., run_dir: _Optional[str] = ..., attempt: _Optional[int] = ..., process: _Optional[int] = ...) -> None: ...
 
 class Call(_message.Message):
     __slots__ = ("group", "ranks", "attached", "method", "arguments")

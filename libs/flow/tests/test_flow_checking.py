@@ -2,9 +2,9 @@
 
 import pytest
 
-from m2flow.flow import Graph, PlanError, check_plan
+from m2flow.flow import Graph, PlanError, check_plan, trace
 from m2flow.flow.modes import hybrid_plan, spatial_plan, temporal_plan
-from m2flow.flow.testing import grpo_graph
+from m2flow.flow.testing import FakeSpec, episodes, grpo_graph
 from m2flow.proto.flow.v1 import flow_pb2 as pb
 from m2flow.worker import Cluster
 
@@ -152,6 +152,14 @@ def test_items_that_nobody_takes_yet_must_not_fill_an_inbox(graph):
     plan.staleness = 1
     with pytest.raises(PlanError, match=r"into reward\.score holds 32 items, want at least 33.*a later iteration"):
         check_plan(graph, plan, cluster)
+
+
+def test_ranks_in_step_inside_a_loop_are_refused():
+    specs = {"env": FakeSpec("env", ("reset", "step")), "policy": FakeSpec("policy", ("act",), in_step=True)}
+    graph, cluster = trace(episodes, specs, source_items=6), Cluster.virtual(4)
+    with pytest.raises(PlanError, match=r"policy\.act is inside a loop .* want one rank of policy, got 2"):
+        check_plan(graph, spatial_plan(graph, cluster), cluster)
+    check_plan(graph, spatial_plan(graph, cluster, weights={"env": 3}), cluster)
 
 
 def test_a_kind_that_the_device_is_not_is_refused(graph):

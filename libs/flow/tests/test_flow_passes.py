@@ -2,8 +2,9 @@
 
 import pytest
 
-from m2flow.flow import modes
+from m2flow.flow import modes, trace
 from m2flow.flow.passes import PASSES, context_switch, fuse, lift, lower, overlap, pipeline, place
+from m2flow.flow.testing import FakeSpec, as_it_is, goes_round
 from m2flow.proto.flow.v1 import flow_pb2 as pb
 
 
@@ -56,7 +57,9 @@ def test_fuse_keeps_feedback(loop_graph, cluster):
     inbox = flow.stage("policy.act").inbox
     assert inbox.ports == ("env.reset", "env.step")
     assert inbox.feedback == ("env.step",)
-    assert [op.kind for op in inbox.ops] == ["filter", "merge"]
+    assert [op.kind for op in inbox.ops] == ["filter", "enter"]
+    assert [op.silent for op in inbox.ops] == [False, False]  # the head hears of those that have left
+    assert [op.silent for op in flow.stage("sink").inbox.ops] == [True]  # those that have not say nothing yet
     assert flow.stage("sink").inbox.ops[0].branch == "no"
 
 
@@ -134,3 +137,16 @@ def test_endpoints_are_one_per_rank(graph, temporal):
     assert flow.endpoints("rollout.generate") == ("rollout.0", "rollout.1", "rollout.2", "rollout.3")
     assert flow.endpoints("prompts") == ("driver",)
     assert isinstance(temporal, pb.ExecutionPlan)
+
+
+def test_glue_at_the_head_of_a_loop_keeps_feedback(cluster):
+    def program(flow, env, policy):
+        seen = flow.loop(env.reset(flow.source("seeds")))
+        again, done = flow.split(goes_round, env.step(policy.act(flow.map(as_it_is, seen))))
+        seen.feed(again)
+        return done
+
+    specs = {"env": FakeSpec("env", ("reset", "step")), "policy": FakeSpec("policy", ("act",))}
+    graph = trace(program, specs, source_items=6)
+    flow = through(graph, modes.temporal_plan(graph, cluster), fuse)
+    assert flow.stage("policy.act").inbox.feedback == ("env.step",)

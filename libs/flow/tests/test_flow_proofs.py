@@ -27,7 +27,7 @@ from m2flow.flow._outlet import Outlet, Tally
 from m2flow.flow._rendezvous import Rendezvous
 from m2flow.flow._spans import Recorder
 from m2flow.flow._unit import Unit
-from m2flow.flow.testing import FakeSpec
+from m2flow.flow.testing import FakeSpec, as_it_is, goes_round
 from m2flow.proto.flow.v1 import flow_pb2 as pb
 from m2flow.worker import Cluster, Item, LockServer
 
@@ -291,7 +291,8 @@ class Pool:
 class Slow:
     """A worker whose stages take random time; "expand*" makes children, everything else passes items on.
 
-    "pull*" takes its items from an inbox.
+    "pull*" takes its items from an inbox; "enter*" and "back*", or "turn*" and "rest*", are the ends of a loop that an
+    item goes round one to three times.
     """
 
     def __init__(self, world, chance, journal):
@@ -315,6 +316,12 @@ class Slow:
             self.world.sleep(self.chance.random())
             if method.startswith("expand"):
                 return self._expand(items, method)
+            if method.startswith(("enter", "turn")):
+                left = [item.fields.get("left") or 1 + sum(item.seq) % 3 for item in items]
+                spent = 0 if method.startswith("enter") else 1
+                return [item.with_fields(left=count - spent) for item, count in zip(items, left, strict=True)]
+            if method.startswith("back"):
+                return [item.with_fields(left=item.fields["left"] - 1) for item in items]
             return list(items)
 
         return run
@@ -334,29 +341,49 @@ class Slow:
                 yield item.child(index, 3, by)
 
 
+# The stages of each part of a random program.
+NAMES = {
+    "work": ["first"],
+    "pull": ["pull"],
+    "expand": ["expand", "second"],
+    "branch": ["first", "second"],
+    "loop": ["enter", "back"],
+    "late": ["turn", "rest"],
+}
+
+
 def random_program(chance, num_stages):
-    """A program of so many stages over a few groups: chains, expansions that are gathered, branches that join."""
+    """A program of so many stages over a few groups: chains, expansions that are gathered, joins, loops."""
     groups = [f"g{number}" for number in range(chance.randint(1, min(4, num_stages)))]
     steps = []
     left = num_stages
     while left:
-        kind = chance.choice(["work", "pull", "expand", "branch"]) if left >= 2 else chance.choice(["work", "pull"])
+        kind = chance.choice(["work", "pull", *(["expand", "branch", "loop", "late"] if left >= 2 else [])])
         steps.append((kind, chance.choice(groups), chance.choice(groups)))
-        left -= 2 if kind in ("expand", "branch") else 1
+        left -= len(NAMES[kind])
     stages = {name: [] for name in groups}
     plan = []
     for number, (kind, one, other) in enumerate(steps):
-        names = (f"{kind}{number}" if kind in ("expand", "pull") else f"first{number}", f"second{number}")
-        stages[one].append(names[0])
-        if kind in ("expand", "branch"):
-            stages[other].append(names[1])
-        plan.append((kind, one, names[0], other, names[1]))
+        first, *second = (f"{word}{number}" for word in NAMES[kind])
+        stages[one].append(first)
+        stages[other] += second
+        plan.append((kind, one, first, other, "".join(second)))
 
     def program(flow, **proxies):
         stream = flow.source("items")
         for kind, one, first, other, second in plan:
             if kind == "branch":
                 stream = flow.join(getattr(proxies[one], first)(stream), getattr(proxies[other], second)(stream))
+            elif kind == "loop":
+                head = flow.loop(stream)
+                turn = getattr(proxies[other], second)(getattr(proxies[one], first)(head))
+                again, stream = flow.split(goes_round, turn)
+                head.feed(again)
+            elif kind == "late":  # who has left is known before the way back is over
+                head = flow.loop(stream)
+                turn = getattr(proxies[one], first)(flow.map(as_it_is, head))
+                again, stream = flow.split(goes_round, turn)
+                head.feed(getattr(proxies[other], second)(again))
             else:
                 stream = getattr(proxies[one], first)(stream)
             if kind == "expand":
@@ -497,7 +524,10 @@ def test_no_accepted_plan_deadlocks_and_every_item_arrives_once():
         assert {k: sorted(v) for k, v in arrived.items()} == {0: wanted, 1: wanted}, f"seed {seed}"
         for stage in graph.kinds(pb.STAGE_KIND_WORK):
             given = [seq for method, chunk in journal if method == stage.method for seq in chunk]
-            assert len(given) == 2 * graph.volume(stage.name), f"seed {seed}: {stage.name}"
+            rounds = 0 if stage.method.startswith("rest") else 1
+            looped = stage.name in graph.in_cycles
+            turns = sum(rounds + sum(seq) % 3 for seq in set(given)) if looped else graph.volume(stage.name)
+            assert len(given) == 2 * turns, f"seed {seed}: {stage.name}"
 
 
 def test_a_holder_gives_its_turn_up_where_its_outputs_find_no_room():

@@ -160,6 +160,49 @@ def test_episodes_that_die_with_their_process_are_counted_and_the_rest_go_on():
 
 
 @pytest.mark.medium
+@pytest.mark.parametrize("policy", [SyntheticPolicy, SyntheticEngine])
+def test_the_head_of_a_loop_that_dies_comes_back_and_changes_no_result(policy):
+    seen = []
+    for die_at in (None, 1):
+        env = SyntheticEnvironment.group({"length": 5, "seconds": 0.002}, name="env", **KIND)
+        groups = {"env": env, "policy": policy.group({"die_at": die_at}, name="policy", **KIND)}
+        graph = trace(episodes, groups, source_items=6)
+        cluster = Cluster.virtual(3)
+        plan = spatial_plan(graph, cluster, weights={"policy": 2})
+        with launch_run(cluster, launcher="process") as session, Runtime(graph, plan, session) as runtime:
+            runtime.start()
+            results = [runtime.run(number, wave(number, 0)) for number in range(3)]
+        seen.append([[(item.id, item.fields["actions"]) for item in result.outputs] for result in results])
+    assert seen[0] == seen[1]
+
+
+def env_first(flow, env, policy):
+    """The loop is entered, and gone round, by the environment."""
+    seen = flow.loop(policy.act(env.reset(flow.source("seeds"))))
+    again, done = flow.split(is_live, env.step(seen))
+    seen.feed(policy.act(again))
+    return done
+
+
+@pytest.mark.medium
+def test_episodes_that_die_with_the_head_of_their_loop_are_counted_too():
+    groups = {
+        "env": SyntheticEnvironment.group({"length": 5, "die_at": 1}, name="env", **KIND),
+        "policy": SyntheticPolicy.group({}, name="policy", **KIND),
+    }
+    graph = trace(env_first, groups, source_items=6)
+    cluster = Cluster.virtual(3)
+    plan = spatial_plan(graph, cluster, weights={"env": 2})
+    with launch_run(cluster, launcher="process") as session, Runtime(graph, plan, session) as runtime:
+        runtime.start()
+        results = [runtime.run(number, wave(number, 0)) for number in range(3)]
+    assert [len(results[0].outputs), len(results[2].outputs)] == [6, 6]
+    assert 1 <= results[1].tombstones["died"] <= 3
+    assert len(results[1].outputs) + results[1].tombstones["died"] == 6
+    assert {(1,), (3,), (5,)} <= {item.seq for item in results[1].outputs}
+
+
+@pytest.mark.medium
 def test_halves_of_a_split_take_two_ways_and_meet_again():
     groups = {
         "one": SyntheticPolicy.group({}, name="one", **KIND),

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from m2flow.flow import Flow, Graph, Stream, TraceError, trace
-from m2flow.flow.testing import FakeSpec, is_mixed, mean_reward, whiten
+from m2flow.flow.testing import FakeSpec, goes_round, is_mixed, mean_reward, whiten
 from m2flow.proto.flow.v1 import flow_pb2 as pb
 
 ROLLOUT = FakeSpec("rollout", ("generate",))
@@ -198,6 +198,38 @@ def test_loops_have_feedback_streams(loop_graph):
     back = [s for s in loop_graph.streams if s.feedback]
     assert [(s.producer, s.consumer) for s in back] == [("split:is_live:yes", "policy.act")]
     assert loop_graph.in_cycles == {"policy.act", "env.step", "split:is_live:yes"}
+
+
+def in_loop(wrap):
+    """A loop of an in-step actor and a rollout; `wrap` says what the rollout takes of the actor's stream."""
+
+    def program(flow, rollout, actor):
+        head = flow.loop(flow.source("p"))
+        turn = rollout.generate(wrap(flow, actor.train(head)))
+        again, done = flow.split(goes_round, turn)
+        head.feed(again)
+        return done
+
+    return traced(program)
+
+
+def test_items_in_a_loop_have_no_order_even_where_ranks_move_in_step():
+    graph = in_loop(lambda flow, stream: stream)
+    assert [graph.stages[name].order_window for name in ("actor.train", "rollout.generate")] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        (lambda flow, s: flow.ordered(s), r"rollout\.generate is inside a loop and asks for order"),
+        (lambda flow, s: flow.epochs(s, 2), "asks for several epochs"),
+        (lambda flow, s: flow.barrier(s), "barrier is inside a loop and asks for all items at once"),
+        (lambda flow, s: flow.first(2, s), "asks for the first of all items"),
+    ],
+)
+def test_what_would_wait_for_the_end_of_its_own_loop_is_refused(wrap, message):
+    with pytest.raises(TraceError, match=message):
+        in_loop(wrap)
 
 
 def test_several_streams_into_a_stage_are_joined():

@@ -2,7 +2,8 @@
 
 Leases are kept until the outputs that they caused have been put. Where the stage is the head of a feedback loop, the
 inbox also knows when the loop is empty: when every producer outside has said that its items are in, and as many have
-left as entered.
+left as entered. Where a rank comes back after its death, what it counted must come again: it keeps the lease of each
+item that entered until that item leaves, and both leases end together.
 """
 
 import time
@@ -73,7 +74,12 @@ class Inbox:
         self._leases: dict[str, list[Lease]] = {}
         # The processes that put items into a loop from outside.
         self._entering = sum(len(flow.endpoints(port)) for port in outside)
+        # Items that this stage was given from outside and that have not left the loop.
         self._live = 0
+        self._recounts = bool(inbox.feedback) and flow.group(stage.group).restarts
+        # The leases of what is inside the loop, by place, and of what was counted and has no counterpart.
+        self._inside: dict[tuple[int, ...], Lease] = {}
+        self._counted: list[Lease] = []
         self.ended = not inbox.ports
 
     @property
@@ -100,15 +106,18 @@ class Inbox:
 
     def ack(self, chunk: Chunk) -> None:
         """Commits a chunk, after its outputs were put."""
-        if chunk.leases:
-            self._channel.ack(chunk.leases)
+        inside = {lease.number for lease in self._inside.values()}
+        if done := [lease for lease in chunk.leases if lease.number not in inside]:
+            self._channel.ack(done)
 
     def ack_rest(self) -> None:
-        """Commits what was taken and led to no chunk: the far halves of splits."""
+        """Commits, at the end, what was taken and led to no chunk, and what was kept for a recount."""
         rest = [lease for leases in self._leases.values() for lease in leases]
-        self._leases.clear()
-        if rest:
+        if rest := [*rest, *self._inside.values(), *self._counted]:
             self._channel.ack(rest)
+        self._leases.clear()
+        self._inside.clear()
+        self._counted.clear()
 
     def _pull(self, most: int, timeout_s: float | None, *, wait: bool = True) -> None:
         """Takes from the channel what brings no more than `most` items."""
@@ -136,21 +145,39 @@ class Inbox:
         item: Item = lease.item
         if item.tombstone == ENTERED:
             self._entering -= 1
-            self._channel.ack(lease)
+            self._counted.append(lease)
             return
         port = parse_id(lease.id).port
         self._leases.setdefault(item.id, []).append(lease)
-        made = self._glue.push(item, port)
+        made, may_follow = self._glue.push(item, port), self._glue.holds(port)
         if port in self._stage.inbox.feedback:
-            made = [item for item in made if not item.tombstone]
-            self._live -= not made
-        elif self._stage.inbox.feedback:
-            self._live += 1
+            living = [item for item in made if not item.tombstone]
+            self._live -= len(made) - len(living) if may_follow else not living
+            made = living
+        else:
+            self._live += len(made)
+            if self._recounts:
+                self._inside[item.seq] = lease
+        if not made and not may_follow:
+            self._let_go(item, lease)
         self._sort(made)
+
+    def _let_go(self, item: Item, lease: Lease) -> None:
+        """Commits an item that goes no further here, together with its entry where it leaves a loop."""
+        self._leases[item.id].remove(lease)
+        entries = [seq for seq in self._inside if seq[: len(item.seq)] == item.seq]
+        if self._recounts and not entries:
+            self._counted.append(lease)
+        else:
+            self._channel.ack([lease, *(self._inside.pop(seq) for seq in entries)])
 
     def _end_empty_loop(self) -> None:
         if self._stage.inbox.feedback and not self._entering and not self._live and not self._ready:
-            self._finish()
+            released = self._glue.finish()  # what waited in front of the loop for all that enters it
+            self._live += len(released)
+            self._sort(released)
+            if not released:
+                self._finish()
 
     def _finish(self) -> None:
         self._sort(self._glue.finish())

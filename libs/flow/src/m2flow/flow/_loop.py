@@ -113,7 +113,8 @@ class StageLoop:
 
     def _drop_orphans(self, chunk: Chunk) -> None:
         """Turns items whose episodes died with the process before this one into tombstones."""
-        enters = self._flow.is_entry(self._stage)
+        # What enters a loop here may have been inside it when the other process died.
+        enters = self._flow.is_entry(self._stage) and not self._stage.inbox.feedback
         rounds = [chunk.round_of(item) for item in chunk.items]
         lost = self._unit.orphans.among(self._iteration, chunk.items, rounds, enters=enters)
         if lost:

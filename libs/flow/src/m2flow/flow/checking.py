@@ -111,6 +111,11 @@ def _granularity(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Iter
                 f"plan: stage {stage.stage} sees {alone[0].name}, which needs all items in one place; "
                 f"want one rank of {group}, got {ranks[group]}"
             )
+        if stage.stage in graph.in_cycles and graph.groups[group].in_step and ranks[group] > 1:
+            yield (
+                f"plan: stage {stage.stage} is inside a loop and the ranks of {group} move in step: each would wait "
+                f"for an item that another's step has to bring; want one rank of {group}, got {ranks[group]}"
+            )
 
 
 def _quotas(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Iterator[str]:

@@ -21,7 +21,9 @@ SPLIT = "split"
 
 
 class Operation(ABC):
-    """One operation during one iteration."""
+    """One operation during one iteration; one that `holds` keeps items and releases them later."""
+
+    holds = False
 
     @abstractmethod
     def push(self, item: Item, port: str) -> list[Item]:
@@ -74,6 +76,8 @@ class Filter(Operation):
 
 class Gather(Operation):
     """Waits for the items of each group; a whole one goes on as a single item with its living members in order."""
+
+    holds = True
 
     def __init__(self, op: Op, lost: Counter[str]) -> None:
         self._by = op.by
@@ -128,6 +132,8 @@ class Gather(Operation):
 class Barrier(Operation):
     """Holds everything until the iteration ends, then releases it in source order, through a function of them all."""
 
+    holds = True
+
     def __init__(self, op: Op) -> None:
         self._function = load(op.function) if op.function else None
         self._op = op
@@ -154,6 +160,14 @@ class Barrier(Operation):
         return sorted([*living, *dead], key=lambda item: item.seq)
 
 
+class Enter(Operation):
+    """What enters a loop and what comes back to its head, as it arrives."""
+
+    def push(self, item: Item, port: str) -> list[Item]:
+        """Returns the item."""
+        return [item]
+
+
 class Merge(Operation):
     """Several streams in one; of a split item only the living half goes on."""
 
@@ -164,6 +178,8 @@ class Merge(Operation):
 
 class Join(Operation):
     """The same item by several ways: goes on with all its fields once it came by each."""
+
+    holds = True
 
     def __init__(self, op: Op) -> None:
         self._ports = op.inputs
@@ -197,6 +213,8 @@ class Quota(Operation):
     are decided in order, how many items of the source were and how many passed.
     """
 
+    holds = True
+
     def __init__(
         self, op: Op, iteration: int, carried: list[Item], report: Callable[[int, int], None], lost: Counter[str]
     ) -> None:
@@ -225,7 +243,8 @@ class Quota(Operation):
 
     def finish(self) -> list[Item]:
         """Returns what the end of the iteration decides: what was carried, where nothing came."""
-        return [made for kept in self._first or () for made in self._admit(kept)]
+        kept, self._first = self._first or (), None
+        return [made for item in kept for made in self._admit(item)]
 
     def _decide(self, item: Item) -> list[Item]:
         if item.tombstone:
@@ -269,8 +288,12 @@ class Glue:
                 out += self.push(made, taker)
         return out
 
+    def holds(self, port: str) -> bool:
+        """Whether an item of a producer may be kept here, to be released later."""
+        return any(self._nodes[taker].holds or self.holds(taker) for taker in self._takers.get(port, ()))
+
     def finish(self) -> list[Item]:
-        """Ends the iteration; returns what reaches the stage because of it."""
+        """Ends the iteration; returns what reaches the stage because of it, the first time that it is asked."""
         out = []
         for name, node in self._nodes.items():  # in order, so that what one releases is in before the next ends
             for made in node.finish():
@@ -295,6 +318,8 @@ class Glue:
                 return Gather(op, self.lost)
             case "barrier":
                 return Barrier(op)
+            case "enter":
+                return Enter()
             case "merge":
                 return Merge()
             case "join":

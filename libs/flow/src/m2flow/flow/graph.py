@@ -124,13 +124,13 @@ class Graph:
         """The work stages (and sources) whose items reach a stage through glue alone: the far ends of its inbox."""
         return {name for name in self._behind_glue(stage) if self.stages[name].kind not in GLUE}
 
-    def ancestors(self, stage: str) -> set[str]:
-        """Every stage that must have run for this one to see its items; feedback and `after` included."""
+    def ancestors(self, stage: str, *, feedback: bool | None = None) -> set[str]:
+        """Every stage that must have run for this one to see its items, `after` included; `feedback` as in `inputs`."""
         found: set[str] = set()
         frontier = [stage]
         while frontier:
             name = frontier.pop()
-            for before in [*(s.producer for s in self.inputs(name)), *self.stages[name].after]:
+            for before in [*(s.producer for s in self.inputs(name, feedback=feedback)), *self.stages[name].after]:
                 if before not in found:
                     found.add(before)
                     frontier.append(before)
@@ -148,13 +148,18 @@ class Graph:
         return found | {(far, stage) for far in self.workers_before(stage)}
 
     @cached_property
-    def in_cycles(self) -> frozenset[str]:
-        """The stages that items pass again and again: between the head of a feedback loop and its tail."""
-        found: set[str] = set()
+    def cycles(self) -> tuple[frozenset[str], ...]:
+        """The stages of each feedback loop: what lies between its head and its tail, whose stream goes back."""
+        found = []
         for back in (stream for stream in self.streams if stream.feedback):
-            after_head = {name for name in self.stages if back.consumer in self.ancestors(name) | {name}}
-            found |= after_head & (self.ancestors(back.producer) | {back.producer})
-        return frozenset(found)
+            after_head = {n for n in self.stages if back.consumer in self.ancestors(n, feedback=False) | {n}}
+            found.append(after_head & (self.ancestors(back.producer, feedback=False) | {back.producer}))
+        return tuple(map(frozenset, found))
+
+    @cached_property
+    def in_cycles(self) -> frozenset[str]:
+        """The stages that items pass again and again: those of all loops."""
+        return frozenset().union(*self.cycles)
 
     @cached_property
     def before_quotas(self) -> frozenset[str]:

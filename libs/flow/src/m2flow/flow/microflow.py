@@ -17,7 +17,7 @@ DRIVER = "driver"
 class Op:
     """One piece of glue: `kind` is its word ("gather"), `inputs` the operations or producers that feed it.
 
-    A `silent` filter leaves no tombstone: what it drops in a loop is still going round.
+    A `silent` filter leaves no tombstone: what it drops in a loop goes on by the other half of the split.
     """
 
     name: str

@@ -247,18 +247,23 @@ class SyntheticEnvironment(Worker):
 
 
 class SyntheticPolicy(Worker):
-    """Acts on observations, `seconds` a batch."""
+    """Acts on observations, `seconds` a batch. With `die_at` it dies in that iteration."""
+
+    on_death: ClassVar[Literal["retry", "drop", "stop"]] = "retry"
 
     @stage
     def act(self, items: list[Item]) -> list[Item]:
         """Each episode with an action."""
         time.sleep(float(self.config.get("seconds", 0.0)))
+        _die(self, items)
         return [_acted(item) for item in items]
 
 
 class SyntheticEngine(Worker):
     """Acts as `SyntheticPolicy` does, as an engine that batches continuously: up to `lanes` turns side by side, each
     of 1 to `length` steps, `seconds` a step. With `forgets` it returns with an item left."""
+
+    on_death: ClassVar[Literal["retry", "drop", "stop"]] = "retry"
 
     @stage
     def act(self, inbox: Inbox) -> Iterator[Item]:
@@ -277,7 +282,15 @@ class SyntheticEngine(Worker):
             running = {name: (item, steps - 1) for name, (item, steps) in running.items()}
             for item in [item for item, steps in running.values() if not steps]:
                 del running[item.id]
+                _die(self, [item])
                 yield _acted(item)
+
+
+def _die(worker: Worker, items: list[Item]) -> None:
+    """Ends the process where a first life is told to die in this iteration, at an episode's second or third turn."""
+    now = not worker.context.attempt and items[0].iteration == worker.config.get("die_at")
+    if now and any(len(item.fields["actions"]) > item.seq[0] % 2 for item in items):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _acted(item: Item) -> Item:

@@ -27,8 +27,10 @@ __all__ = [
     "SyntheticReference",
     "SyntheticReward",
     "SyntheticRollout",
+    "as_it_is",
     "dapo",
     "episodes",
+    "goes_round",
     "grpo",
     "grpo_graph",
     "has_turns_left",
@@ -58,6 +60,16 @@ class FakeSpec:
 def has_turns_left(item: Item) -> bool:
     """Whether an episode that takes `turns` turns goes on; two workers count one turn as two pieces of work."""
     return int(item.fields["worked"]) < 2 * int(item.fields["turns"])
+
+
+def as_it_is(item: Item) -> Item:
+    """The item."""
+    return item
+
+
+def goes_round(item: Item) -> bool:
+    """Whether an item has rounds `left` in its loop."""
+    return int(item.fields["left"]) > 0
 
 
 def mean_reward(group: Item) -> Item:

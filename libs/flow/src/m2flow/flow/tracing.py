@@ -79,6 +79,7 @@ class Flow:
         self._used: set[str] = set()
         self._stacks: dict[str, tuple[float, ...]] = {}
         self._loops: list[tuple[Loop, str]] = []
+        self._ordered: set[str] = set()
 
     def source(self, name: str) -> Stream:
         """The stream of the items that the driver is given for an iteration. A program has one."""
@@ -160,7 +161,8 @@ class Flow:
     def loop(self, stream: Stream, *, rounds: float = 0.0) -> Loop:
         """The head of a feedback loop that `stream` enters; `feed` what goes round again to it.
 
-        An iteration of it ends when no item is left inside. Items keep to one rank of each group on their rounds.
+        An iteration of it ends when no item is left inside. Items keep to one rank of each group on their rounds, and
+        come as they are ready: a stage takes those that are there.
         `rounds` tells planners how often an item goes round in the mean, 0 where that is not known; no result depends
         on it.
         """
@@ -188,9 +190,12 @@ class Flow:
         windows = [s.window for s in streams if s.window is not None]
         window = max(windows) if windows else int(in_step)
         epochs = max(s.epochs for s in streams)
-        return self._stage(
+        made = self._stage(
             name, pb.STAGE_KIND_WORK, (stream,), group=group, method=method, order_window=window, epochs=epochs
         )
+        if windows:
+            self._ordered.add(made.producer)
+        return made
 
     def _stage(self, name: str, kind: pb.StageKind, streams: tuple[Stream, ...], **fields: Any) -> Stream:
         for stream in streams:
@@ -243,6 +248,24 @@ class Flow:
                 self._graph.streams.append(
                     pb.Stream(producer=stream.producer, consumer=head, feedback=True, rounds=loop.rounds)
                 )
+        self._finish_loops()
+
+    def _finish_loops(self) -> None:
+        """Inside a loop items have no order, and nothing may wait for the end of an iteration, which waits for it."""
+        in_cycles = Graph(self._graph).in_cycles
+        for stage in (stage for stage in self._graph.stages if stage.name in in_cycles):
+            asks = {
+                "order": stage.name in self._ordered,
+                "several epochs": stage.epochs > 1,
+                "all items at once": stage.kind == pb.STAGE_KIND_BARRIER,
+                "the first of all items": stage.HasField("quota"),
+            }
+            for what in (what for what, asked in asks.items() if asked):
+                raise TraceError(
+                    f"{stage.location}: {stage.name} is inside a loop and asks for {what}, which the loop's end alone "
+                    "could give: ask for it where the loop is left"
+                )
+            stage.order_window = 0
 
 
 def _trace_once(

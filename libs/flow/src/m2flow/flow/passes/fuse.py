@@ -35,7 +35,7 @@ def _absorb(inbox: Inbox, glue: dict[str, MicroStage]) -> Inbox:
         elif port not in absorbed:
             absorbed[port] = glue[port]
             for deeper in glue[port].inbox.ports:
-                visit(deeper, back)
+                visit(deeper, back or deeper in glue[port].inbox.feedback)
 
     for port in inbox.ports:
         visit(port, port in inbox.feedback)

@@ -27,12 +27,11 @@ def _stage(graph: Graph, stage: pb.Stage) -> MicroStage:
     ports = tuple(dict.fromkeys(stream.producer for stream in graph.inputs(stage.name)))
     feedback = tuple(stream.producer for stream in graph.inputs(stage.name, feedback=True))
     if stage.kind in GLUE:
-        silent = bool(stage.branch) and any(port in graph.in_cycles for port in ports)
-        ops: tuple[Op, ...] = (_op(stage, ports, silent),)
+        ops: tuple[Op, ...] = (_op(stage, ports, _is_silent(graph, stage)),)
         head = stage.name
-    elif len(ports) > 1:  # several streams into a stage, as into the head of a loop: as they arrive
-        head = f"merge>{stage.name}"
-        ops = (Op(head, "merge", ports),)
+    elif len(ports) > 1:  # into the head of a loop: as they arrive
+        head = f"enter>{stage.name}"
+        ops = (Op(head, "enter", ports),)
     else:
         ops, head = (), ports[0] if ports else ""
     return MicroStage(
@@ -44,6 +43,20 @@ def _stage(graph: Graph, stage: pb.Stage) -> MicroStage:
         after=tuple(stage.after),
         inbox=Inbox(ports, head, ops, feedback=feedback, window=stage.order_window, epochs=max(1, stage.epochs)),
     )
+
+
+def _is_silent(graph: Graph, stage: pb.Stage) -> bool:
+    """Whether half of a split in a loop says nothing of what it drops, because that goes on by the other half.
+
+    It speaks where what it drops leaves the loop that it stays in: the head hears the tombstone, and counts.
+    """
+    if not stage.branch:
+        return False
+    above = {stream.producer for stream in graph.inputs(stage.name)}
+    split, _, half = stage.name.rpartition(":")
+    other = f"{split}:{'no' if stage.branch == 'yes' else 'yes'}{half.removeprefix(stage.branch)}"
+    leaves = any(stage.name in cycle and other not in cycle for cycle in graph.cycles)
+    return bool(above & graph.in_cycles) and not leaves
 
 
 def _op(stage: pb.Stage, ports: tuple[str, ...], silent: bool) -> Op:

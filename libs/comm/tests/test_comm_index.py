@@ -160,9 +160,9 @@ def test_a_batch_takes_what_has_arrived_once_the_least_is_there() -> None:
     q.put("1")
     assert waiting.waits
     q.put("2", "3")
-    assert waiting.ids == ["1", "2"]
+    assert waiting.ids == ["1", "2", "3"]
     q.put(*"4567890")
-    assert q.get(5, at_least=2).ids == ["3", "4", "5", "6", "7"]
+    assert q.get(5, at_least=2).ids == ["4", "5", "6", "7", "8"]
     assert q.get(5, at_least=0, iteration=1).ids == []
     q.end(1)
     assert q.get(5, at_least=0, iteration=1).refused == "IterationEnded"

@@ -25,6 +25,7 @@ IMPORT_NAMES = {
     "math-verify": "math_verify",
     "megatron-core": "megatron",
     "gymnasium-robotics": "gymnasium_robotics",
+    "pillow": "PIL",
 }
 GENERATED = ("_pb2.py", "_pb2_grpc.py")
 

@@ -20,9 +20,11 @@ __all__ = ["build", "known_keys", "setting"]
 C = TypeVar("C")
 
 
-def setting(default: C, meaning: str, *, low: float | None = None, above: float | None = None) -> C:
-    """Returns a dataclass field with a default, one line that says what it means, and bounds: >= low, > above."""
-    metadata = {"meaning": meaning, "low": low, "above": above}
+def setting(
+    default: C, meaning: str, *, low: float | None = None, above: float | None = None, high: float | None = None
+) -> C:
+    """Returns a dataclass field with a default, one line that says what it means, and bounds (low, high included)."""
+    metadata = {"meaning": meaning, "low": low, "above": above, "high": high}
     if isinstance(default, dict):
         return typing.cast(C, dataclasses.field(default_factory=lambda: dict(default), metadata=metadata))
     return dataclasses.field(default=default, metadata=metadata)
@@ -77,7 +79,7 @@ def _build(cls: type[object], tree: object, prefix: str, known: Sequence[str], p
 
 
 def _check_bounds(value: object, metadata: Mapping[str, object], path: str, problems: list[str]) -> None:
-    low, above = metadata.get("low"), metadata.get("above")
+    low, above, high = metadata.get("low"), metadata.get("above"), metadata.get("high")
     for number in value if isinstance(value, tuple) else (value,):
         if not isinstance(number, int | float):
             continue
@@ -85,6 +87,8 @@ def _check_bounds(value: object, metadata: Mapping[str, object], path: str, prob
             problems.append(f"{path}: got {number}, want at least {low}: raise it")
         if isinstance(above, int | float) and number <= above:
             problems.append(f"{path}: got {number}, want more than {above}: raise it")
+        if isinstance(high, int | float) and number > high:
+            problems.append(f"{path}: got {number}, want at most {high}: lower it")
 
 
 def _leaves(path: str, value: object) -> list[str]:

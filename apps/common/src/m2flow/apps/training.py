@@ -124,7 +124,9 @@ class Driver:
     def _evaluate(self, runtime: Runtime, step: int) -> None:
         self.progress.doing("evaluating")
         began = time.perf_counter()
-        with runtime.loaded(*self.job.evaluated_groups):
+        # What never leaves its devices is there anyway.
+        leaving = [name for name in self.job.evaluated_groups if self.job.groups[name].can_offload]
+        with runtime.loaded(*leaving):
             metrics = dict(self.job.evaluate(runtime.groups, step))
             if self.job.film is not None:
                 self.run.write_film(step, self.job.film(runtime.groups))

@@ -1,0 +1,69 @@
+"""How good the policy is by its mean action, on episodes that are never trained on; and a film of one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from m2flow.embodied.seeds import episode_seed
+from m2flow.worker import WorkerGroup
+from m2flow.worker.group import RankSet
+
+__all__ = ["Evaluation"]
+
+Groups = Mapping[str, WorkerGroup]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Attributes:
+    num_episodes: episodes of one evaluation, the same ones each time.
+    episodes_per_lane: how many the environments of one rank play at once.
+    seed: the run's.
+    """
+
+    num_episodes: int
+    episodes_per_lane: int
+    seed: int
+
+    def __call__(self, groups: Groups, step: int) -> Mapping[str, float]:
+        """Returns eval/success_at_end, eval/success_once and eval/return of the weights that "policy" has. Blocks."""
+        env, size = groups["env"], self.episodes_per_lane
+        seeds = [self._seed(number) for number in range(self.num_episodes)]
+        found: dict[str, list[float]] = {"success_at_end": [], "success_once": [], "returns": []}
+        for start in range(0, len(seeds), size * env.world_size):
+            # The last wave is filled up with episodes that count for nothing.
+            wave = [self._seed(start + number) for number in range(size * env.world_size)]
+            _play(env, groups["policy"], [wave[at : at + size] for at in range(0, len(wave), size)], filmed=False)
+            for verdict in env.method("verdict")().result():
+                for name, values in found.items():
+                    values += verdict[name]
+        counted = {name: values[: self.num_episodes] for name, values in found.items()}
+        means = {name: sum(values) / len(values) for name, values in counted.items()}
+        return {
+            "eval/success_at_end": means["success_at_end"],
+            "eval/success_once": means["success_once"],
+            "eval/return": means["returns"],
+        }
+
+    def film(self, groups: Groups) -> bytes:
+        """Returns the first episode of an evaluation as an animated WebP. Blocks."""
+        camera = groups["env"].on(0)
+        _play(camera, groups["policy"], [[self._seed(0)]], filmed=True)
+        (film,) = camera.method("film")().result()
+        assert isinstance(film, bytes)
+        return film
+
+    def _seed(self, number: int) -> int:
+        return episode_seed(self.seed, "evaluation", number)
+
+
+def _play(env: RankSet, policy: WorkerGroup, seeds: list[list[int]], *, filmed: bool) -> None:
+    """Plays an episode a seed to its end, a list of them on each rank."""
+    observations = env.method("begin")(seeds, filmed).result()
+    playing = [True] * len(observations)
+    thinker = policy.on(0).method("decide")
+    while any(playing):
+        (actions,) = thinker([part for part, on in zip(observations, playing, strict=True) if on]).result()
+        ranks = [rank for rank, on in zip(env.ranks, playing, strict=True) if on]
+        for rank, view in zip(ranks, env.on(*ranks).method("advance").scatter(actions).result(), strict=True):
+            place = env.ranks.index(rank)
+            observations[place], playing[place] = view["observations"], view["is_playing"]

@@ -1,0 +1,39 @@
+"""The policy that a run starts from: made once for each task, shape and seed, and kept."""
+
+import importlib.metadata
+from pathlib import Path
+
+from m2flow.apps.atomic import new_directory
+from m2flow.apps.seeding import derived_seed
+from m2flow.embodied.config import EmbodiedConfig
+from m2flow.embodied.policy import GaussianPolicy, PolicyShape, save_policy
+from m2flow.worker.engines.env.gymnasium import GymnasiumEnv, GymnasiumEnvConfig
+
+__all__ = ["prepared"]
+
+
+def prepared(config: EmbodiedConfig, cache_dir: str = "~/.cache/m2flow") -> Path:
+    """Returns the directory of the untrained policy, under `cache_dir`. Blocks: it makes the task, the first time."""
+    shape = (repr(config.policy.hidden), repr(config.policy.log_std))
+    key = derived_seed(config.seed, config.env.id, _version(config.env.id), *shape)
+    target = Path(cache_dir).expanduser() / f"policy-{key:016x}"
+    if not target.is_dir():
+        policy = GaussianPolicy(_shape(config), seed=derived_seed(config.seed, "policy") >> 1)
+        with new_directory(target) as directory:
+            save_policy(policy, directory)
+    return target
+
+
+def _shape(config: EmbodiedConfig) -> PolicyShape:
+    env = GymnasiumEnv(GymnasiumEnvConfig(config.env.id))
+    env.close()
+    return PolicyShape(env.observation_size, env.action_size, config.policy.hidden, config.policy.log_std)
+
+
+def _version(env_id: str) -> str:
+    """The version of the package that a task's sizes come from."""
+    module = env_id.partition(":")[0].partition(".")[0]
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

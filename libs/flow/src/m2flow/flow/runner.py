@@ -53,9 +53,7 @@ class RankRunner:
         if self._fresh and self._unit.context.attempt:
             self._catch_up(iteration, flow)
         self._fresh = False
-        self._begun[iteration] = [
-            self._lanes.setdefault(name, _Lane(name)).submit(job) for name, job in self._jobs(iteration, flow)
-        ]
+        self._begun[iteration] = [self._lane(name).submit(job) for name, job in self._jobs(iteration, flow)]
 
     def finish(self, iteration: int, flow: MicroFlow) -> dict[str, Any]:
         """Waits for the end of an iteration here; returns its spans and what was lost. Raises what a stage raised.
@@ -122,6 +120,11 @@ class RankRunner:
         for lane in self._lanes.values():
             lane.stop()
 
+    def _lane(self, name: str) -> "_Lane":
+        if name not in self._lanes:
+            self._lanes[name] = _Lane(name, self._unit.context.match_torch_threads)
+        return self._lanes[name]
+
     def _jobs(self, iteration: int, flow: MicroFlow) -> list[tuple[str, Job]]:
         jobs: list[tuple[str, Job]] = []
         for stage in flow.stages_of(self._unit.context.group):
@@ -156,7 +159,9 @@ class RankRunner:
 class _Lane:
     """One thread that runs jobs in order, started with the first."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, begin: Callable[[], None]) -> None:
+        """`begin` runs first on the thread."""
+        self._begin = begin
         self._jobs: queue.SimpleQueue[tuple[Job, Future[Counter[str]]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=f"flow:{name}", daemon=True).start()
 
@@ -169,6 +174,7 @@ class _Lane:
         self._jobs.put(None)
 
     def _run(self) -> None:
+        self._begin()
         while (entry := self._jobs.get()) is not None:
             job, future = entry
             try:

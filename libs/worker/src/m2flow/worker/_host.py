@@ -5,7 +5,6 @@ the process's main thread where the process holds one rank; every attached objec
 """
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -124,7 +123,7 @@ class RankHost:
             cls = resolve_target(order.target)
             worker = cls(decode(order.config))
             worker.context = self.context
-            _match_torch_threads(self.context)
+            self.context.match_torch_threads()
             worker.setup()
         except BaseException as failure:
             self._report(failure_of(failure, order.group, order.rank, "start", 0))
@@ -181,11 +180,3 @@ class RankHost:
         thread.start()
         self._threads.append(thread)
         lane.submit(_Job(call_id, f"{attach.name}.start", run))
-
-
-def _match_torch_threads(context: WorkerContext) -> None:
-    # Only where the worker's own module has brought torch in: nothing here imports it.
-    torch = sys.modules.get("torch")
-    num_cores = sum(len(device.cores) for device in context.devices)
-    if torch is not None and num_cores:
-        torch.set_num_threads(num_cores)

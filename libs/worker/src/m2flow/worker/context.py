@@ -1,5 +1,6 @@
 """What a worker knows about itself: its place in the group, its devices, its timers."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,17 @@ class WorkerContext:
     def device_ids(self) -> tuple[int, ...]:
         """The global ids of its devices."""
         return tuple(device.id for device in self.devices)
+
+    def match_torch_threads(self) -> None:
+        """Gives torch as many threads as the worker has cores, for work of the calling thread.
+
+        MKL keeps the number by thread: on a thread that was never told, a small product is shared with threads that
+        have no core to run on, and waits for them, for ten milliseconds. Nothing here imports torch.
+        """
+        torch = sys.modules.get("torch")
+        num_cores = sum(len(device.cores) for device in self.devices)
+        if torch is not None and num_cores:
+            torch.set_num_threads(num_cores)
 
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:

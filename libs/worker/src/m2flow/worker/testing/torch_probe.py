@@ -1,11 +1,15 @@
 """A worker whose module brings torch in: its process has torch, with as many threads as it has cores."""
 
+import ctypes
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from m2flow.worker.base import Worker
+from m2flow.worker.item import Item
+from m2flow.worker.stage import stage
 
 
 class TorchProbe(Worker):
@@ -14,3 +18,11 @@ class TorchProbe(Worker):
     def threads(self) -> dict[str, Any]:
         """The number of torch's threads, and of its cores."""
         return {"threads": torch.get_num_threads(), "cores": len(os.sched_getaffinity(0))}
+
+    @stage
+    def on_stage_thread(self, items: list[Item]) -> list[Item]:
+        """Each item with `omp_threads`, what a product on this thread would be shared among, without asking torch."""
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        (library, *_) = {line.split()[-1] for line in maps if "libgomp" in line or "libomp" in line}
+        count = int(ctypes.CDLL(library).omp_get_max_threads())
+        return [item.with_fields(omp_threads=count) for item in items]

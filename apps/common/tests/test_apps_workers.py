@@ -96,8 +96,8 @@ def test_samples_do_not_depend_on_how_prompts_are_dealt(model: Path) -> None:
     assert together != other_step
 
 
-def test_a_stop_of_several_tokens_is_refused(model: Path) -> None:
-    with pytest.raises(ValueError, match="is 2 tokens"):
+def test_a_stop_of_several_characters_is_refused(model: Path) -> None:
+    with pytest.raises(ValueError, match="want single characters"):
         rollout(model, stop=("ab",))
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from m2flow.comm import encode
 from m2flow.worker.errors import LaunchError, RewardFailed, SessionClosedError
 from m2flow.worker.reward import FailurePolicy, Rewarder, RewardPool
 from m2flow.worker.reward_service import RewardClient, RewardServer
@@ -50,7 +49,7 @@ def children(pid: int) -> list[int]:
 def test_a_killed_process_is_replaced_even_when_it_was_idle() -> None:
     with RewardPool(OBEDIENT) as pool:
         pool.score(asked("four"))
-        (child,) = children(pool._template.pid)
+        (child,) = children(pool._pool._template.pid)
         os.kill(child, signal.SIGKILL)
         assert pool.score(asked("four"))[0].score in (4.0, 0.0)
         assert pool.score(asked("four"))[0].score == 4.0
@@ -59,8 +58,8 @@ def test_a_killed_process_is_replaced_even_when_it_was_idle() -> None:
 def test_closing_ends_the_processes_and_what_runs_in_them() -> None:
     pool = RewardPool(OBEDIENT, num_processes=2, timeout_s=60.0)
     pool.score(asked("four"))
-    running = children(pool._template.pid)
-    pool._submit(encode((asked("sleep 60")[0],)).to_bytes(), 60.0)
+    running = children(pool._pool._template.pid)
+    pool._pool.submit(asked("sleep 60")[0])
     pool.close()
     pool.close()
     assert len(running) == 2
@@ -72,10 +71,10 @@ def test_closing_ends_the_processes_and_what_runs_in_them() -> None:
 def test_when_the_template_is_killed_its_processes_end_and_callers_hear_of_it() -> None:
     with RewardPool(OBEDIENT, timeout_s=60.0) as pool:
         pool.score(asked("four"))
-        (child,) = children(pool._template.pid)
-        future = pool._submit(encode((asked("sleep 60")[0],)).to_bytes(), 60.0)
-        os.kill(pool._template.pid, signal.SIGKILL)
-        with pytest.raises(SessionClosedError, match="ended while items were under way"):
+        (child,) = children(pool._pool._template.pid)
+        future = pool._pool.submit(asked("sleep 60")[0])
+        os.kill(pool._pool._template.pid, signal.SIGKILL)
+        with pytest.raises(SessionClosedError, match="ended while calls were under way"):
             future.result(5)
         end = time.monotonic() + 5
         while Path(f"/proc/{child}").exists() and time.monotonic() < end:

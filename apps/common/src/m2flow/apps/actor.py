@@ -11,14 +11,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from m2flow.apps.batch import groups_per_minibatch
+from m2flow.apps.language import LanguageModelConfig
 from m2flow.apps.policy_loss import Aggregation, PolicyLoss, PolicyLossConfig, graded_samples
-from m2flow.worker import Item, Worker, stage
+from m2flow.worker import GroupSpec, Item, Worker, stage
 from m2flow.worker.engines.memory import keep_freed_pages
 from m2flow.worker.engines.trainer import Metrics
 from m2flow.worker.engines.trainer.adamw import AdamWConfig
 from m2flow.worker.engines.trainer.torch_engine import TorchTrainerConfig, TorchTrainerEngine
 
-__all__ = ["ActorConfig", "ActorWorker"]
+__all__ = ["ActorConfig", "ActorWorker", "actor_group"]
 
 _STATE = "trainer.safetensors"
 
@@ -161,6 +163,27 @@ class ActorWorker(Worker):
         return found
 
 
+def actor_group(config: LanguageModelConfig, weights: Path, resume: Path | None) -> GroupSpec:
+    """The specification of a run's actor: on the model in `weights`, or on the state of the checkpoint `resume`."""
+    minibatches = config.prompts_per_step * config.samples_per_prompt // config.minibatch_size
+    settings = {
+        "model": str(weights),
+        "groups_per_minibatch": groups_per_minibatch(config),
+        "steps_per_iteration": minibatches * config.num_epochs,
+        "microbatch_tokens": config.microbatch_tokens,
+        "lr": config.optimiser.lr,
+        "betas": list(config.optimiser.betas),
+        "weight_decay": config.optimiser.weight_decay,
+        "max_grad_norm": config.optimiser.max_grad_norm,
+        "clip_low": config.loss.clip_low,
+        "clip_high": config.loss.clip_high,
+        "loss_aggregation": config.loss.aggregation,
+        "temperature": config.sampling.temperature,
+        "resume": str(resume or ""),
+    }
+    return ActorWorker.group(settings, name="actor", devices_per_rank=None)
+
+
 @dataclass
 class _Minibatch:
     """What is accumulated of the next optimiser step: of which groups, and sums."""
@@ -193,8 +216,16 @@ def _receipt(group: Item, metrics: Metrics) -> Item:
             "rewards": [float(reward) for reward in group.fields["rewards"]],
             "versions": [int(member.fields["policy_version"]) for member in members],
             "prompt_length": len(first["prompt_ids"]),
-            "lengths": [len(member.fields["completion_ids"]) for member in members],
+            "lengths": [_num_own(member) for member in members],
+            "fed": [len(member.fields["completion_ids"]) - _num_own(member) for member in members],
             "clipped": [member.fields["finish_reason"] == "length" for member in members],
+            "counts": [dict(member.fields.get("counts", {})) for member in members],
             "metrics": metrics,
         },
     )
+
+
+def _num_own(sample: Item) -> int:
+    """The tokens that the policy produced: what tools said in between is not its own."""
+    mask = sample.fields.get("loss_mask")
+    return len(sample.fields["completion_ids"]) if mask is None else int(mask.sum())

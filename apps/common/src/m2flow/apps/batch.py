@@ -12,7 +12,7 @@
 
 from typing import Protocol
 
-__all__ = ["BatchWords", "batch_problems", "derived_numbers"]
+__all__ = ["BatchWords", "batch_problems", "derived_numbers", "groups_per_minibatch"]
 
 
 class BatchWords(Protocol):
@@ -44,13 +44,18 @@ def batch_problems(words: BatchWords) -> list[str]:
     return [f"minibatch_size: got {size}, {wanted}: set it to one of {choices}"]
 
 
+def groups_per_minibatch(words: BatchWords) -> int:
+    """Returns the groups that one optimiser step is taken on."""
+    return words.minibatch_size // words.samples_per_prompt
+
+
 def derived_numbers(words: BatchWords) -> dict[str, int]:
     """Returns every number that follows from the batch words, in the order in which they are printed."""
     samples = words.prompts_per_step * words.samples_per_prompt
     minibatches = samples // words.minibatch_size
     return {
         "samples_per_step": samples,
-        "groups_per_minibatch": words.minibatch_size // words.samples_per_prompt,
+        "groups_per_minibatch": groups_per_minibatch(words),
         "minibatches_per_epoch": minibatches,
         "optimiser_steps_per_step": minibatches * words.num_epochs,
         "total_optimiser_steps": minibatches * words.num_epochs * words.num_steps,

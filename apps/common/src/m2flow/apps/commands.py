@@ -31,7 +31,7 @@ from m2flow.apps.training import Driver, local_cluster, traced
 from m2flow.apps.yaml_tree import dump_yaml
 from m2flow.flow import Graph
 from m2flow.proto.sched.v1 import sched_pb2
-from m2flow.worker import Cluster, launch_run, parse_placement
+from m2flow.worker import Cluster, GroupSpec, Placement, launch_run
 
 __all__ = ["check", "evaluate", "plan", "report", "show_config", "train"]
 
@@ -72,8 +72,10 @@ def evaluate(app: App[C], arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="m2flow-"))
         session = stack.enter_context(launch_run(cluster, launcher=config.launcher, run_dir=Path(scratch)))
-        placement = parse_placement("all", cluster)
-        groups = {name: session.start(job.groups[name], placement) for name in job.evaluated_groups}
+        groups = {
+            name: session.start(job.groups[name], _everywhere(job.groups[name], cluster))
+            for name in job.evaluated_groups
+        }
         for name, value in job.evaluate(groups, 0).items():
             print(f"{name} {value:.3f}")
     return 0
@@ -142,6 +144,12 @@ def _drive(app: App[C], config: C, run: RunDirectory, *, weights: Path, resume: 
         Driver(job, config, run, graph, cluster, planning, progress, first_step).train()
         store.keep(forecast.profile)
         progress.say(_closing_words(run))
+
+
+def _everywhere(spec: GroupSpec, cluster: Cluster) -> Placement:
+    """All devices of the group's kind."""
+    ids = [device.id for device in cluster.devices if device.has_label(spec.device_kind)]
+    return Placement.of(ids, spec.devices_per_rank)
 
 
 def _graph(app: App[C], config: C) -> Graph:

@@ -64,6 +64,8 @@ class TrainingConfig:
     """What any training run needs to know. Its methods are what an app says of its own batch words."""
 
     batch_words: ClassVar[tuple[str, ...]] = ()
+    # What groups run on beside cores and accelerators, by kind: groups of such a kind take no turns with the others.
+    resources: ClassVar[Mapping[str, int]] = {}
 
     seed: int = setting(0, "the one seed: data, sampling, evaluation", low=0)
     num_steps: int = setting(30, "iterations of the macro flow", low=1)

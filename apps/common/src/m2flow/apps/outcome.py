@@ -1,6 +1,6 @@
 """What a step's receipts come to: numbers by verl's names, and rollouts to look at."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from m2flow.apps.app import StepOutcome
@@ -17,7 +17,8 @@ _NO_SIGNAL = (
 def measure(receipts: Sequence[Item]) -> StepOutcome:
     """Returns the outcome of the groups that an actor gave back; the metrics of several optimiser steps are averaged.
 
-    `groups/all_equal` counts the groups whose rewards are all the same, which teach nothing.
+    `groups/all_equal` counts the groups whose rewards are all the same, which teach nothing. Lengths are of the
+    policy's own tokens. What samples counted themselves (`counts`, by name) is summed.
     """
     by_seq = {receipt.seq: receipt for receipt in receipts}  # epochs give a receipt each
     groups = [by_seq[seq].fields for seq in sorted(by_seq)]
@@ -25,7 +26,11 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
     lengths = [length for group in groups for length in group["lengths"]]
     clipped = [cut for group in groups for cut in group["clipped"]]
     prompt_lengths = [group["prompt_length"] for group in groups]
-    prompt_tokens = sum(group["prompt_length"] * len(group["lengths"]) for group in groups)
+    given = sum(group["prompt_length"] * len(group["lengths"]) + sum(group["fed"]) for group in groups)
+    counts: Counter[str] = Counter()
+    for group in groups:
+        for counted in group["counts"]:
+            counts.update(counted)
     metrics = {
         "critic/score/mean": _mean(rewards),
         "critic/score/max": max(rewards),
@@ -36,7 +41,8 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
         "prompt_length/mean": _mean(prompt_lengths),
         "groups/count": float(len(groups)),
         "groups/all_equal": float(sum(len(set(group["rewards"])) == 1 for group in groups)),
-        "tokens": float(prompt_tokens + sum(lengths)),
+        "tokens": float(given + sum(lengths)),
+        **{name: float(count) for name, count in counts.items()},
     }
     steps: dict[str, list[float]] = defaultdict(list)
     for receipt in receipts:

@@ -1,6 +1,6 @@
-"""The rollout worker: prompts in, completions out, by a rollout engine; and answers to held-out problems."""
+"""The rollout worker: prompts in, completions out, by a rollout engine; turns of conversations; held-out problems."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -9,13 +9,14 @@ import numpy as np
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from m2flow.apps.language import LanguageModelConfig
 from m2flow.apps.seeding import derived_seed
-from m2flow.worker import Item, Worker, stage
+from m2flow.worker import GroupSpec, Item, Worker, stage
 from m2flow.worker.engines.memory import keep_freed_pages
 from m2flow.worker.engines.rollout import Prompt, SamplingParams
 from m2flow.worker.engines.rollout.torch_engine import TorchRolloutConfig, TorchRolloutEngine
 
-__all__ = ["RolloutConfig", "RolloutWorker"]
+__all__ = ["RolloutConfig", "RolloutWorker", "rollout_group"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class RolloutConfig:
     model: Hugging Face model directory, with its tokenizer.
     samples_per_prompt: completions of each prompt.
     max_new_tokens, temperature, top_p: how they are drawn.
-    stop: texts that end a completion, each one token of the model, besides its end-of-sequence token.
+    stop: characters that end a completion: the first token whose text has one of them, or the end-of-sequence token.
     seed: the run's; with iteration, place and index it seeds each sample.
     dtype: precision of generation, or "auto".
     """
@@ -37,6 +38,20 @@ class RolloutConfig:
     stop: tuple[str, ...] = ("\n",)
     seed: int = 0
     dtype: str = "float32"
+
+
+def rollout_group(config: LanguageModelConfig, weights: Path) -> GroupSpec:
+    """The specification of a run's rollout on the model in `weights`."""
+    settings = {
+        "model": str(weights),
+        "samples_per_prompt": config.samples_per_prompt,
+        "max_new_tokens": config.sampling.max_new_tokens,
+        "temperature": config.sampling.temperature,
+        "stop": list(config.sampling.stop),
+        "seed": config.seed,
+        "dtype": config.model.rollout_dtype,
+    }
+    return RolloutWorker.group(settings, name="rollout", devices_per_rank=None)
 
 
 class RolloutWorker(Worker):
@@ -62,8 +77,7 @@ class RolloutWorker(Worker):
         """
         config, size = self._config, self._config.samples_per_prompt
         prompts = [Prompt(self._prompt_ids(item.fields), self._seeds(item)) for item in items]
-        params = SamplingParams(config.max_new_tokens, config.temperature, config.top_p, self._stop_token_ids)
-        for index, completions in self._engine.generate(prompts, params):
+        for index, completions in self._engine.generate(prompts, self._params(config.temperature)):
             prompt_ids = np.array(prompts[index].token_ids, dtype=np.int32)
             for number, completion in enumerate(completions):
                 yield items[index].child(
@@ -78,6 +92,20 @@ class RolloutWorker(Worker):
                     policy_version=self._engine.policy_version,
                 )
 
+    @stage
+    def speak(self, items: list[Item]) -> Iterator[Item]:
+        """Each conversation with the model's next turn, as soon as it ends.
+
+        Reads `prompt_ids` and `completion_ids` (int32: what was said so far), `seed` and `turn`, a number that counts
+        the conversation's turns; adds `turn_ids` (int32), `turn_logprobs` (float32), `turn_end` ("stop" or "length")
+        and `policy_version`.
+        """
+        yield from self._speak(items, self._config.temperature)
+
+    def turns(self, items: list[Item], temperature: float) -> list[Item]:
+        """What `speak` gives at a temperature, for conversations outside the flow, in their order."""
+        return sorted(self._speak(items, temperature), key=lambda item: item.seq)
+
     def answer(
         self, problems: list[dict[str, Any]], num_samples: int, temperature: float, seed: int
     ) -> list[list[str]]:
@@ -87,10 +115,9 @@ class RolloutWorker(Worker):
             Prompt(self._prompt_ids(fields), [derived_seed(seed, fields["prompt"], n) for n in range(num_samples)])
             for fields in mine
         ]
-        params = SamplingParams(self._config.max_new_tokens, temperature, stop_token_ids=self._stop_token_ids)
         answers: dict[int, list[str]] = {
             index: [self._text(completion.token_ids) for completion in completions]
-            for index, completions in self._engine.generate(prompts, params)
+            for index, completions in self._engine.generate(prompts, self._params(temperature))
         }
         return [answers[index] for index in range(len(mine))]
 
@@ -101,6 +128,26 @@ class RolloutWorker(Worker):
     def resident_bytes(self) -> int:
         """The bytes of the model."""
         return self._engine.resident_bytes()
+
+    def _speak(self, items: Sequence[Item], temperature: float) -> Iterator[Item]:
+        prompts = [
+            Prompt(
+                [*item.fields["prompt_ids"].tolist(), *item.fields["completion_ids"].tolist()],
+                [derived_seed(item.fields["seed"], "turn", item.fields["turn"])],
+            )
+            for item in items
+        ]
+        for index, (turn,) in self._engine.generate(prompts, self._params(temperature)):
+            yield items[index].with_fields(
+                turn_ids=turn.token_ids,
+                turn_logprobs=turn.logprobs,
+                turn_end=turn.finish_reason,
+                policy_version=self._engine.policy_version,
+            )
+
+    def _params(self, temperature: float) -> SamplingParams:
+        config = self._config
+        return SamplingParams(config.max_new_tokens, temperature, config.top_p, self._stop_token_ids)
 
     def _seeds(self, item: Item) -> list[int]:
         place = (item.iteration, *item.seq)
@@ -117,10 +164,11 @@ class RolloutWorker(Worker):
         return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
     def _stop_tokens(self) -> tuple[int, ...]:
-        stops = [int(self._tokenizer.eos_token_id)]
-        for text in self._config.stop:
-            token_ids = self._tokenizer(text, add_special_tokens=False).input_ids
-            if len(token_ids) != 1:
-                raise ValueError(f"stop: {text!r} is {len(token_ids)} tokens of this model, want 1: choose another")
-            stops.append(int(token_ids[0]))
-        return tuple(stops)
+        if long := [text for text in self._config.stop if len(text) != 1]:
+            raise ValueError(f"stop: got {long[0]!r}, want single characters: a token has one or has it not")
+        ends = set(self._config.stop)
+        texts = self._tokenizer.batch_decode([[token] for token in range(len(self._tokenizer))])
+        found = [token for token, text in enumerate(texts) if not ends.isdisjoint(text)]
+        if not found and ends:
+            raise ValueError(f"stop: no token of this model has one of {sorted(ends)!r}: choose other characters")
+        return (int(self._tokenizer.eos_token_id), *found)

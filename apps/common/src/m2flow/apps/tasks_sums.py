@@ -9,15 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from m2flow.apps.seeding import derived_seed
 from m2flow.apps.tasks_problem import Problem
+from m2flow.apps.tasks_split import Split
 
 __all__ = ["SUMS", "Difficulty", "SumsTask"]
-
-# One problem in four, by unordered pair, is never trained on.
-_HELD_OUT_SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -47,27 +42,16 @@ class SumsTask:
 
     def __init__(self, difficulty: Difficulty, seed: int) -> None:
         self._examples = "".join(f"{a}+{b}={a + b}\n" for a, b in difficulty.examples)
-        self._seed = seed
-        shown = {frozenset(pair) for pair in difficulty.examples}
         ordered = list(itertools.product(difficulty.first, difficulty.second))
-        pairs = sorted({tuple(sorted(pair)) for pair in ordered if frozenset(pair) not in shown})
-        shuffled = _generator(seed, "split").permutation(len(pairs))
-        held = {frozenset(pairs[index]) for index in shuffled[: len(pairs) // _HELD_OUT_SHARE]}
-        order = _generator(seed, "order").permutation(len(ordered))
-        usable = [ordered[index] for index in order if frozenset(ordered[index]) not in shown]
-        self._held_out = [pair for pair in usable if frozenset(pair) in held]
-        self._training = [pair for pair in usable if frozenset(pair) not in held]
+        self._split = Split("sums", ordered, difficulty.examples, alike=_unordered, seed=seed)
 
     def training(self, step: int, count: int) -> Sequence[Problem]:
         """See `Task`. A step draws without repetition as long as there are enough."""
-        chosen = _generator(self._seed, "step", step).choice(
-            len(self._training), count, replace=count > len(self._training)
-        )
-        return [self._problem(*self._training[index]) for index in chosen]
+        return [self._problem(*pair) for pair in self._split.training(step, count)]
 
     def held_out(self, count: int) -> Sequence[Problem]:
         """See `Task`."""
-        return [self._problem(*pair) for pair in self._held_out[:count]]
+        return [self._problem(*pair) for pair in self._split.held_out(count)]
 
     def score(self, completion: str, problem: Mapping[str, Any]) -> float:
         """1 if the completion starts with the answer's digits and no further digit, else 0."""
@@ -78,5 +62,5 @@ class SumsTask:
         return Problem(f"{self._examples}{a}+{b}=", str(a + b))
 
 
-def _generator(seed: int, *path: str | int) -> np.random.Generator:
-    return np.random.default_rng(derived_seed(seed, "sums", *path))
+def _unordered(pair: tuple[int, int]) -> tuple[int, ...]:
+    return tuple(sorted(pair))

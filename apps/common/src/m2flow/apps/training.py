@@ -33,8 +33,11 @@ def traced(job: Job, config: TrainingConfig, *, name: str) -> Graph:
 
 
 def local_cluster(config: TrainingConfig) -> Cluster:
-    """Returns the devices of this machine that the config asks for."""
-    return Cluster.local(None if config.cpu_slots == "all" else config.cpu_slots)
+    """Returns the devices of this machine that the config asks for, and the app's own resources."""
+    cluster = Cluster.local(None if config.cpu_slots == "all" else config.cpu_slots)
+    for kind, count in config.resources.items():
+        cluster = cluster.with_resource(kind, count=count)
+    return cluster
 
 
 @dataclass

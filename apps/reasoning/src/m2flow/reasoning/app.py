@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from m2flow.apps.actor import ActorWorker
+from m2flow.apps.actor import actor_group
 from m2flow.apps.app import App, Job
+from m2flow.apps.batch import groups_per_minibatch
 from m2flow.apps.evaluation import Evaluation
 from m2flow.apps.model import prepare_model
 from m2flow.apps.model_check import model_problems, room_problems
 from m2flow.apps.outcome import measure
 from m2flow.apps.reward import RewardWorker
-from m2flow.apps.rollout import RolloutWorker
+from m2flow.apps.rollout import rollout_group
 from m2flow.apps.tasks import make_task, task_problems
 from m2flow.reasoning.config import ReasoningConfig
 from m2flow.reasoning.recipe import grpo
@@ -30,11 +31,11 @@ def _build(config: ReasoningConfig, weights: Path, resume: Path | None) -> Job:
         return [Item((place,), step, problem.fields()) for place, problem in enumerate(problems)]
 
     return Job(
-        program=partial(grpo, groups_per_minibatch=_groups_per_minibatch(config), num_epochs=config.num_epochs),
+        program=partial(grpo, groups_per_minibatch=groups_per_minibatch(config), num_epochs=config.num_epochs),
         groups={
-            "rollout": _rollout(config, weights),
+            "rollout": rollout_group(config, weights),
             "reward": _reward(config),
-            "actor": _actor(config, weights, resume),
+            "actor": actor_group(config, weights, resume),
         },
         expansions={"rollout.generate": float(config.samples_per_prompt)},
         items=items,
@@ -49,46 +50,9 @@ def _build(config: ReasoningConfig, weights: Path, resume: Path | None) -> Job:
     )
 
 
-def _rollout(config: ReasoningConfig, weights: Path) -> GroupSpec:
-    settings = {
-        "model": str(weights),
-        "samples_per_prompt": config.samples_per_prompt,
-        "max_new_tokens": config.sampling.max_new_tokens,
-        "temperature": config.sampling.temperature,
-        "stop": list(config.sampling.stop),
-        "seed": config.seed,
-        "dtype": config.model.rollout_dtype,
-    }
-    return RolloutWorker.group(settings, name="rollout", devices_per_rank=None)
-
-
 def _reward(config: ReasoningConfig) -> GroupSpec:
     settings = {"task": config.task, "task_options": dict(config.task_options), "seed": config.seed}
     return RewardWorker.group(settings, name="reward")
-
-
-def _actor(config: ReasoningConfig, weights: Path, resume: Path | None) -> GroupSpec:
-    minibatches = config.prompts_per_step * config.samples_per_prompt // config.minibatch_size
-    settings = {
-        "model": str(weights),
-        "groups_per_minibatch": _groups_per_minibatch(config),
-        "steps_per_iteration": minibatches * config.num_epochs,
-        "microbatch_tokens": config.microbatch_tokens,
-        "lr": config.optimiser.lr,
-        "betas": list(config.optimiser.betas),
-        "weight_decay": config.optimiser.weight_decay,
-        "max_grad_norm": config.optimiser.max_grad_norm,
-        "clip_low": config.loss.clip_low,
-        "clip_high": config.loss.clip_high,
-        "loss_aggregation": config.loss.aggregation,
-        "temperature": config.sampling.temperature,
-        "resume": str(resume or ""),
-    }
-    return ActorWorker.group(settings, name="actor", devices_per_rank=None)
-
-
-def _groups_per_minibatch(config: ReasoningConfig) -> int:
-    return config.minibatch_size // config.samples_per_prompt
 
 
 APP: App[ReasoningConfig] = App(

@@ -26,7 +26,7 @@ Stream = IO[bytes] | socket.SocketIO
 _TASK = struct.Struct("<QdQ")
 _ANSWER = struct.Struct("<QBQ")
 _PR_SET_PDEATHSIG = 1
-_KINDS = ("scored", "errors", "timeouts", "deaths")
+KINDS = ("done", "errors", "timeouts", "deaths")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a task: "scored" with the encoded result, or "errors", "timeouts" or "deaths" with why."""
+    """What came of a task: "done" with the encoded result, or "errors", "timeouts" or "deaths" with why."""
 
     number: int
     kind: str
@@ -63,7 +63,7 @@ def read_task(stream: Stream) -> Task | None:
 
 def write_answer(stream: Stream, answer: Answer) -> None:
     """Writes a frame. Blocks while the pipe is full."""
-    _write(stream, _ANSWER.pack(answer.number, _KINDS.index(answer.kind), len(answer.value)) + answer.value)
+    _write(stream, _ANSWER.pack(answer.number, KINDS.index(answer.kind), len(answer.value)) + answer.value)
 
 
 def read_answer(stream: Stream) -> Answer | None:
@@ -72,7 +72,7 @@ def read_answer(stream: Stream) -> Answer | None:
     if len(head) < _ANSWER.size:
         return None
     number, kind, size = _ANSWER.unpack(head)
-    return Answer(number, _KINDS[kind], _read(stream, size))
+    return Answer(number, KINDS[kind], _read(stream, size))
 
 
 def _write(stream: Stream, frame: bytes) -> None:
@@ -206,7 +206,7 @@ class Template:
             value = encode(self._run_task(*decode(task.arguments))).to_bytes()
         except Exception as failure:
             return Answer(task.number, "errors", cause_of(failure).encode())
-        return Answer(task.number, "scored", value)
+        return Answer(task.number, "done", value)
 
 
 def _die_with_parent() -> None:

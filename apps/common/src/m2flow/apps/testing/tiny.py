@@ -13,9 +13,9 @@ __all__ = ["save_tiny_language_model"]
 
 
 def save_tiny_language_model(path: Path, *, seed: int = 0) -> Path:
-    """Writes model and tokenizer to `path` and returns it: digits, letters, + = and newline, one token each."""
+    """Writes model and tokenizer to `path`; returns it. Digits, letters, + = ( ) * : space, newline: a token each."""
     save_tiny_model(path, seed=seed)
-    characters = ["<unk>", "<s>", "</s>", "\n", *string.digits, "+", "=", " ", *string.ascii_letters]
+    characters = ["<unk>", "<s>", "</s>", "\n", *string.digits, "+", "=", " ", *string.ascii_letters, *"()*:"]
     vocabulary = {character: number for number, character in enumerate(characters)}
     vocabulary |= {f"<{number}>": number for number in range(len(characters), VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

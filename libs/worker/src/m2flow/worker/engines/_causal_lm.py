@@ -1,5 +1,6 @@
 """A transformers causal language model, loaded for the engines and called on packed rows."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,10 @@ from m2flow.worker.engines import _attention
 from m2flow.worker.engines._trie import TokenTrie
 
 
+# Loading swaps defaults of the whole process; ranks that are threads load at the same time.
+_LOADING = threading.Lock()
+
+
 class CausalLM:
     """The decoder and the vocabulary projection of a model, apart: hidden states first, logits only where needed."""
 
@@ -29,7 +34,7 @@ class CausalLM:
         """Read an HF model directory; raises FileNotFoundError with what is missing. No download is tried."""
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"model {path}: no config.json there, want a Hugging Face model directory")
-        with _no_progress_bar():
+        with _LOADING, _no_progress_bar():
             model: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation=_attention.NAME, local_files_only=True
             )

@@ -1,0 +1,1 @@
+"""Reinforcement learning of models that call tools."""

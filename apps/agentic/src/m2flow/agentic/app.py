@@ -1,0 +1,112 @@
+"""What m2flow-agentic is made of: its settings, its recipe, its workers and its data, put together."""
+
+import importlib.util
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from m2flow.agentic.agent import AgentWorker
+from m2flow.agentic.config import AgenticConfig
+from m2flow.agentic.evaluation import EVALUATED, ToolEvaluation
+from m2flow.agentic.expressions import ExpressionTask
+from m2flow.agentic.recipe import grpo
+from m2flow.agentic.tools import ToolWorker
+from m2flow.apps.actor import actor_group
+from m2flow.apps.app import App, Job
+from m2flow.apps.batch import groups_per_minibatch
+from m2flow.apps.model import prepare_model
+from m2flow.apps.model_check import model_problems, room_problems
+from m2flow.apps.outcome import measure
+from m2flow.apps.rollout import rollout_group
+from m2flow.worker import GroupSpec, Item
+
+__all__ = ["APP"]
+
+_HERE = Path(__file__).parent
+
+
+def _build(config: AgenticConfig, weights: Path, resume: Path | None) -> Job:
+    task = ExpressionTask(config.seed)
+
+    def items(step: int) -> Sequence[Item]:
+        problems = task.training(step, config.prompts_per_step)
+        return [Item((place,), step, problem.fields()) for place, problem in enumerate(problems)]
+
+    return Job(
+        program=partial(
+            grpo,
+            groups_per_minibatch=groups_per_minibatch(config),
+            num_epochs=config.num_epochs,
+            rounds=config.max_turns - 1.0,
+        ),
+        groups={
+            "agent": _agent(config, weights),
+            "rollout": rollout_group(config, weights),
+            "tools": _tools(config),
+            "actor": actor_group(config, weights, resume),
+        },
+        expansions={"agent.open": float(config.samples_per_prompt)},
+        items=items,
+        measure=measure,
+        evaluate=ToolEvaluation(
+            task.held_out(config.evaluation.num_problems),
+            samples_per_problem=config.evaluation.samples_per_problem,
+            temperature=config.sampling.temperature,
+            seed=config.seed,
+        ),
+        evaluated_groups=EVALUATED,
+    )
+
+
+def _agent(config: AgenticConfig, weights: Path) -> GroupSpec:
+    settings = {
+        "model": str(weights),
+        "samples_per_prompt": config.samples_per_prompt,
+        "max_turns": config.max_turns,
+        "seed": config.seed,
+    }
+    return AgentWorker.group(settings, name="agent", device_kind="agent")
+
+
+def _tools(config: AgenticConfig) -> GroupSpec:
+    tools = config.tools
+    settings = {
+        "targets": dict(tools.targets),
+        "num_processes": tools.num_processes,
+        "timeout_s": tools.timeout_s,
+        "max_result_characters": tools.max_result_characters,
+    }
+    return ToolWorker.group(settings, name="tools", device_kind="tool")
+
+
+def _problems(config: AgenticConfig) -> list[str]:
+    found = []
+    if config.sampling.stop != ("\n",):
+        found.append(f"sampling.stop: got {list(config.sampling.stop)}, want the newline alone: a turn is a line")
+    for name, target in config.tools.targets.items():
+        module, colon, function = str(target).partition(":")
+        if not (module and colon and function and _is_there(module)):
+            remedy = "name a function as module:qualname, importable where the run starts"
+            found.append(f"tools.targets.{name}: got {target!r}, which cannot be found: {remedy}")
+    return found
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+APP: App[AgenticConfig] = App(
+    name="agentic",
+    config_class=AgenticConfig,
+    recipes={path.stem: path for path in sorted((_HERE / "recipes").glob("*.yaml"))},
+    default_recipe="calculator",
+    default_profile=_HERE / "profile.yaml",
+    problems=_problems,
+    prepare=lambda config: prepare_model(config.model.source, config.model.cache_dir),
+    build=_build,
+    model_problems=model_problems,
+    room_problems=room_problems,
+)

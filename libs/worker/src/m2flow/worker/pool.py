@@ -1,0 +1,123 @@
+"""A function of the user's in processes that can be ended when it hangs.
+
+A pool forks its processes from a template that has imported the function and done nothing else, so that one that ran
+out of time is replaced within milliseconds.
+"""
+
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from m2flow.comm import decode, encode
+from m2flow.worker._python import MODULE, child_environment
+from m2flow.worker._tasks import Answer, Task, read_answer, write_task
+from m2flow.worker.errors import SessionClosedError
+from m2flow.worker.target import resolve_target
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a call: its `value`, or why there is none.
+
+    `kind` is "done", "errors" (the function raised), "timeouts" or "deaths" (its process ended).
+    """
+
+    kind: str
+    value: Any = None
+    error: str = ""
+
+
+class TaskPool:
+    """A function in `num_processes` processes; `target` names it as "module:qualname".
+
+    Each call has `timeout_s` seconds from the moment that a process takes it up. Arguments and values are payload
+    trees. Close it, or use it in a `with`.
+    """
+
+    def __init__(self, target: str, *, num_processes: int = 1, timeout_s: float = 10.0) -> None:
+        resolve_target(target)
+        if num_processes < 1 or timeout_s <= 0:
+            raise ValueError(
+                f"pool of {target}: got {num_processes} processes and {timeout_s} s, want at least 1 and more than 0"
+            )
+        self._target = target
+        self._timeout_s = timeout_s
+        self._mutex = threading.Lock()
+        self._waiting: dict[int, Future[Outcome]] = {}
+        self._counts: Counter[str] = Counter()
+        self._num_submitted = 0
+        self._closed = False
+        self._template = subprocess.Popen(
+            [*MODULE, "tasks", target, str(num_processes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=child_environment(),
+        )
+        threading.Thread(target=self._read, name=f"pool of {target}", daemon=True).start()
+
+    def submit(self, *arguments: Any, timeout_s: float | None = None) -> "Future[Outcome]":
+        """Calls the function within the pool's seconds, or `timeout_s` where that is less. Does not wait for it.
+
+        Raises SessionClosedError on a closed pool; the future does so where the pool's processes end before the call.
+        """
+        limit_s = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
+        payload = encode(arguments).to_bytes()
+        future: Future[Outcome] = Future()
+        assert self._template.stdin is not None
+        with self._mutex:
+            if self._closed:
+                raise SessionClosedError(f"pool of {self._target}: it is closed: make another")
+            self._num_submitted += 1
+            self._waiting[self._num_submitted] = future
+            write_task(self._template.stdin, Task(self._num_submitted, limit_s, payload))
+        return future
+
+    def counts(self) -> Mapping[str, int]:
+        """How many calls ended in each kind of outcome since the start."""
+        with self._mutex:
+            return Counter(self._counts)
+
+    def close(self) -> None:
+        """Ends the processes. Blocks until they have ended."""
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+        assert self._template.stdin is not None
+        self._template.stdin.close()
+        self._template.wait()
+
+    def __enter__(self) -> "TaskPool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read(self) -> None:
+        assert self._template.stdout is not None
+        with self._template.stdout as answers:
+            while (answer := read_answer(answers)) is not None:
+                with self._mutex:
+                    future = self._waiting.pop(answer.number)
+                    self._counts[answer.kind] += 1
+                future.set_result(_outcome(answer))
+        with self._mutex:
+            left = list(self._waiting.values())
+            self._waiting.clear()
+        for future in left:
+            future.set_exception(
+                SessionClosedError(f"pool of {self._target}: its processes ended while calls were under way")
+            )
+
+
+def _outcome(answer: Answer) -> Outcome:
+    if answer.kind == "done":
+        return Outcome("done", decode(answer.value))
+    return Outcome(answer.kind, error=answer.value.decode(errors="replace"))

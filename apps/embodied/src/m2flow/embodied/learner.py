@@ -143,7 +143,7 @@ class LearnerWorker(Worker):
         count = 0
         for _ in range(config.num_epochs):
             order = torch.randperm(int(mask.sum()), generator=generator)
-            for chosen in order.split(config.minibatch_size):
+            for chosen in order.split(config.minibatch_size):  # type: ignore[no-untyped-call]
                 sums.update(self._step({name: tensor[chosen] for name, tensor in steps.items()}))
                 count += 1
         return {name: value / count for name, value in sums.items()} | {"actor/lr": config.lr}
@@ -159,7 +159,7 @@ class LearnerWorker(Worker):
         error = values.mse(policy.value(part["observations"])[None], row["returns"], everywhere).mean()
         entropy = policy.entropy()
         self._optimizer.zero_grad()
-        (gain + config.value_coef * error - config.entropy_coef * entropy).backward()
+        (gain + config.value_coef * error - config.entropy_coef * entropy).backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, config.max_grad_norm)
         self._optimizer.step()
         with torch.no_grad():

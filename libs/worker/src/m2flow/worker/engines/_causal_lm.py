@@ -16,7 +16,6 @@ from transformers.utils import logging
 from m2flow.worker.engines import _attention
 from m2flow.worker.engines._trie import TokenTrie
 
-
 # Loading swaps defaults of the whole process; ranks that are threads load at the same time.
 _LOADING = threading.Lock()
 

@@ -22,7 +22,7 @@ def linear_logprobs_op(
     hidden: Tensor, weight: Tensor, tokens: Tensor, mask: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (logprobs, entropy, log of the normaliser), each [B, T] and 0 outside the mask."""
-    rows, dtype = Rows(mask, hidden.shape[-1]), compute_dtype(hidden)
+    rows, dtype = Rows(mask, hidden), compute_dtype(hidden)
     states, picked = rows.pick(hidden), rows.tokens(tokens, weight.shape[0])
     own = torch.zeros(rows.count, dtype=dtype, device=hidden.device)
     top = torch.full_like(own, LOWEST)
@@ -58,7 +58,7 @@ def linear_logprobs_backward_op(
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of hidden [B, T, H] and weight [V, H]."""
-    rows, dtype = Rows(mask, hidden.shape[-1]), compute_dtype(hidden)
+    rows, dtype = Rows(mask, hidden), compute_dtype(hidden)
     states, picked = rows.pick(hidden), rows.pick(tokens)
     g, h = rows.pick(grad_logprobs) / temperature, rows.pick(grad_entropy) / temperature
     ent, lse = rows.pick(entropy), rows.pick(norm)

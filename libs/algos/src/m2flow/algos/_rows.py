@@ -25,12 +25,13 @@ def compute_dtype(*operands: Tensor) -> torch.dtype:
 class Rows:
     """The rows of [B, T, V] tensors at the True positions of a mask [B, T]; in the order of positions, N of them."""
 
-    def __init__(self, mask: Tensor, width: int) -> None:
-        """Find the rows, and how many of them, each `width` long, make a piece."""
-        self._all = bool(mask.all())
+    def __init__(self, mask: Tensor, *wide: Tensor) -> None:
+        """Find the rows of the tensors `wide` [B, T, V], and how many of them make a piece."""
+        # A view such as logits[:, :-1] has no form of one dimension without a copy: its rows are found by index.
+        self._all = bool(mask.all()) and all(x.is_contiguous() for x in wide)
         self._where = mask.nonzero(as_tuple=True)
         self.count = int(self._where[0].shape[0])
-        self.piece = max(1, _PIECE.get(mask.device.type, 1 << 20) // max(1, width))
+        self.piece = max(1, _PIECE.get(mask.device.type, 1 << 20) // max(1, wide[0].shape[-1]))
 
     def places(self) -> Iterator[tuple[slice, Place]]:
         """Yield, piece by piece, which of the N rows it holds and where they lie in a tensor that `flat` returned."""
@@ -39,7 +40,7 @@ class Rows:
             yield rows, ((rows,) if self._all else (self._where[0][rows], self._where[1][rows]))
 
     def flat(self, x: Tensor) -> Tensor:
-        """Return `x` in the form that places index: rows in one dimension where the mask holds all of them."""
+        """Return `x` in the form that places index: rows in one dimension, or as it is. Never a copy of the wide."""
         return x.reshape(-1, *x.shape[2:]) if self._all else x
 
     def pick(self, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ def token_logprobs_op(
     logits: Tensor, tokens: Tensor, mask: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (logprobs, entropy, log of the normaliser), each [B, T] and 0 outside the mask; no entropy: 0."""
-    rows, dtype = Rows(mask, logits.shape[-1]), compute_dtype(logits)
+    rows, dtype = Rows(mask, logits), compute_dtype(logits)
     flat, picked = rows.flat(logits), rows.tokens(tokens, logits.shape[-1])
     logprobs, entropy, norm = (torch.zeros(rows.count, dtype=dtype, device=logits.device) for _ in range(3))
     for n, place in rows.places():
@@ -51,7 +51,7 @@ def token_logprobs_backward_op(
     with_entropy: bool,
 ) -> Tensor:
     """Return the gradient [B, T, V]: (g * (onehot - p) - h * p * (log p + H)) / temperature; 0 outside the mask."""
-    rows, dtype = Rows(mask, logits.shape[-1]), compute_dtype(logits)
+    rows, dtype = Rows(mask, logits), compute_dtype(logits)
     whole = rows.count == mask.numel()
     grad = (torch.empty if whole else torch.zeros)(logits.shape, dtype=logits.dtype, device=logits.device)
     flat, out, picked = rows.flat(logits), rows.flat(grad), rows.pick(tokens)
@@ -111,7 +111,7 @@ token_logprobs_op.register_autograd(_token_logprobs_gradient, setup_context=_kee
 @torch.library.custom_op("m2flow_algos::full_kl", mutates_args=())
 def full_kl_op(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (KL(p || q), log normaliser of p, log normaliser of q), each [B, T] and 0 outside the mask."""
-    rows, dtype = Rows(mask, logits.shape[-1]), compute_dtype(logits, ref_logits)
+    rows, dtype = Rows(mask, logits, ref_logits), compute_dtype(logits, ref_logits)
     flat, ref_flat = rows.flat(logits), rows.flat(ref_logits)
     divergence, norm, ref_norm = (torch.zeros(rows.count, dtype=dtype, device=logits.device) for _ in range(3))
     for n, place in rows.places():
@@ -135,7 +135,7 @@ def full_kl_backward_op(
     need: list[bool],
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients g * p * (log p - log q - KL) and g * (q - p), each [B, T, V], or empty where not needed."""
-    rows, dtype = Rows(mask, logits.shape[-1]), compute_dtype(logits, ref_logits)
+    rows, dtype = Rows(mask, logits, ref_logits), compute_dtype(logits, ref_logits)
     like = [logits if need[0] else logits.new_empty(0), ref_logits if need[1] else ref_logits.new_empty(0)]
     grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in like]
     outs = [rows.flat(x) if wanted else x for x, wanted in zip(grads, need, strict=True)]

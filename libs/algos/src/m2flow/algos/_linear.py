@@ -22,7 +22,7 @@ def linear_logprobs_op(
     hidden: Tensor, weight: Tensor, tokens: Tensor, mask: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (logprobs, entropy, log of the normaliser), each [B, T] and 0 outside the mask."""
-    rows, dtype = Rows(mask, hidden), compute_dtype(hidden)
+    rows, dtype = Rows(mask, hidden.shape[-1]), compute_dtype(hidden)
     states, picked = rows.pick(hidden), rows.tokens(tokens, weight.shape[0])
     own = torch.zeros(rows.count, dtype=dtype, device=hidden.device)
     top = torch.full_like(own, LOWEST)
@@ -42,7 +42,7 @@ def linear_logprobs_op(
         top = higher
     norm = top + total.log()
     entropy = total.log() - weighted / total
-    return rows.put(own - norm, mask), rows.put(entropy, mask), rows.put(norm, mask)
+    return rows.put(own - norm), rows.put(entropy), rows.put(norm)
 
 
 @torch.library.custom_op("m2flow_algos::linear_logprobs_backward", mutates_args=())
@@ -58,7 +58,7 @@ def linear_logprobs_backward_op(
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of hidden [B, T, H] and weight [V, H]."""
-    rows, dtype = Rows(mask, hidden), compute_dtype(hidden)
+    rows, dtype = Rows(mask, hidden.shape[-1]), compute_dtype(hidden)
     states, picked = rows.pick(hidden), rows.pick(tokens)
     g, h = rows.pick(grad_logprobs) / temperature, rows.pick(grad_entropy) / temperature
     ent, lse = rows.pick(entropy), rows.pick(norm)
@@ -73,7 +73,7 @@ def linear_logprobs_backward_op(
         x = x.to(hidden.dtype)
         grad_states += x @ head
         grad_weight[start : start + head.shape[0]] = x.T @ states
-    return rows.put(grad_states.to(hidden.dtype), mask), grad_weight
+    return rows.put(grad_states.to(hidden.dtype)), grad_weight
 
 
 @linear_logprobs_op.register_fake

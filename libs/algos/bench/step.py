@@ -1,6 +1,7 @@
 """What the loss costs of a training step of SmolLM2-135M: every function from logits to the scalar, and back.
 
-The model has SmolLM2-135M's sizes and random weights: time does not depend on them. Needs transformers.
+The model has SmolLM2-135M's sizes and random weights: time does not depend on them. As a trainer does, it makes logits
+where the response's tokens are and nowhere else. Needs transformers.
 """
 
 import torch
@@ -46,16 +47,19 @@ def main(json_path: str | None) -> None:
     model = smollm2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     ids = torch.randint(49_152, (SAMPLES, PROMPT + RESPONSE), device=DEVICE)
-    tokens = ids.roll(-1, 1)
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    mask[:, PROMPT - 1 : -1] = True
+    tokens = ids[:, PROMPT:]
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    before_each = torch.arange(PROMPT - 1, PROMPT + RESPONSE - 1, device=DEVICE)
+
+    def forward() -> Tensor:
+        return model(input_ids=ids, use_cache=False, logits_to_keep=before_each).logits
 
     def step() -> None:
         optimizer.zero_grad()
-        loss(model(input_ids=ids, use_cache=False).logits, tokens, mask).backward()
+        loss(forward(), tokens, mask).backward()
         optimizer.step()
 
-    logits = model(input_ids=ids, use_cache=False).logits.detach().requires_grad_()
+    logits = forward().detach().requires_grad_()
     part = seconds(lambda: torch.autograd.grad(loss(logits, tokens, mask), logits), repeats=3)
     whole = seconds(step, repeats=1)
     name = f"loss from logits to scalar and back, {SAMPLES} x ({PROMPT} + {RESPONSE}) tokens, vocabulary 49k"

@@ -1,7 +1,9 @@
-"""The package as a user meets it: the README's examples run and name everything; signatures keep one convention."""
+"""The package as a user meets it: examples run, the README names everything, signatures agree, the wheel is small."""
 
 import inspect
+import io
 import re
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,13 @@ def test_readme_names_every_function() -> None:
     text = README.read_text()
     missing = [name for name, _ in public() if not re.search(rf"`{name.rsplit('.', 1)[1]}`", text)]
     assert not missing
+
+
+def test_a_wheel_of_the_package_is_under_100_kb() -> None:
+    with zipfile.ZipFile(packed := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as wheel:
+        for source in Path(algos.__file__).parent.glob("*.py"):
+            wheel.write(source, source.name)
+    assert packed.tell() < 100_000
 
 
 def test_operands_come_first_and_settings_by_name() -> None:

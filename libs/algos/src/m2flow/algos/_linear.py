@@ -42,7 +42,7 @@ def linear_logprobs_op(
         top = higher
     norm = top + total.log()
     entropy = total.log() - weighted / total
-    return rows.put(own - norm, mask), rows.put(entropy, mask), rows.put(norm, mask)
+    return rows.put(own - norm), rows.put(entropy), rows.put(norm)
 
 
 @torch.library.custom_op("m2flow_algos::linear_logprobs_backward", mutates_args=())
@@ -73,7 +73,7 @@ def linear_logprobs_backward_op(
         x = x.to(hidden.dtype)
         grad_states += x @ head
         grad_weight[start : start + head.shape[0]] = x.T @ states
-    return rows.put(grad_states.to(hidden.dtype), mask), grad_weight
+    return rows.put(grad_states.to(hidden.dtype)), grad_weight
 
 
 @linear_logprobs_op.register_fake

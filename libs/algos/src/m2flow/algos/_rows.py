@@ -8,13 +8,11 @@ from torch import Tensor
 from m2flow.algos.errors import SettingError
 
 # Elements of one float32 piece: on a CPU two of them stay in cache, on a GPU one fills the device.
-_PIECE = {"cpu": 1 << 19, "cuda": 1 << 24}
+_PIECE = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 # Below any gap between two logits that leaves a probability over 0, even in float64, and far from the infinities, which
 # would meet a probability of 0 and make NaN.
 LOWEST = -1e4
-
-Place = tuple[Tensor, Tensor] | tuple[slice]
 
 
 def compute_dtype(*operands: Tensor) -> torch.dtype:
@@ -28,23 +26,51 @@ class Rows:
     def __init__(self, mask: Tensor, width: int) -> None:
         """Find the rows, and how many of them, each `width` long, make a piece."""
         self._all = bool(mask.all())
-        self._where = mask.nonzero(as_tuple=True)
-        self.count = int(self._where[0].shape[0])
+        self._shape = mask.shape
+        self._at = mask.flatten().nonzero().squeeze(1)
+        self._outside = (~mask).flatten().nonzero().squeeze(1)
+        self.count = len(self._at)
         self.piece = max(1, _PIECE.get(mask.device.type, 1 << 20) // max(1, width))
 
-    def places(self) -> Iterator[tuple[slice, Place]]:
-        """Yield, piece by piece, which of the N rows it holds and where they lie in a tensor that `flat` returned."""
+    def pieces(self) -> Iterator[slice]:
+        """Yield, piece by piece, which of the N rows it holds."""
         for start in range(0, self.count, self.piece):
-            rows = slice(start, min(start + self.piece, self.count))
-            yield rows, ((rows,) if self._all else (self._where[0][rows], self._where[1][rows]))
+            yield slice(start, min(start + self.piece, self.count))
 
-    def flat(self, x: Tensor) -> Tensor:
-        """Return `x` in the form that places index: rows in one dimension where the mask holds all of them."""
-        return x.reshape(-1, *x.shape[2:]) if self._all else x
+    def buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return room for a piece of `like` [B, T, V] in `dtype`: touching fresh memory costs more than computing."""
+        return torch.empty(min(self.piece, self.count), like.shape[2], dtype=dtype, device=like.device)
+
+    def take(self, x: Tensor, piece: slice, buffer: Tensor) -> Tensor:
+        """Return a copy of the piece's rows of `x` [B, T, V], made in `buffer`."""
+        into, at = buffer[: piece.stop - piece.start], self._at[piece]
+        if not x.is_contiguous():
+            # A view such as logits[:, :-1] has no form of two dimensions without a copy of the whole.
+            return into.copy_(x[at // self._shape[1], at % self._shape[1]])
+        rows = x.view(-1, x.shape[2])
+        if self._all:
+            return into.copy_(rows[piece])
+        if x.dtype is into.dtype:
+            return torch.index_select(rows, 0, at, out=into)
+        return into.copy_(rows.index_select(0, at))
+
+    def write(self, out: Tensor, piece: slice, x: Tensor) -> None:
+        """Put the piece's rows in their places in `out` [B, T, V], which `blank` made."""
+        rows = out.view(-1, out.shape[2])
+        if self._all:
+            rows[piece].copy_(x)
+        else:
+            rows.index_copy_(0, self._at[piece], x.to(out.dtype))
+
+    def blank(self, like: Tensor) -> Tensor:
+        """Return a tensor of the shape and dtype of `like` [B, T, V]: 0 outside the mask, anything inside."""
+        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        out.view(-1, out.shape[2]).index_fill_(0, self._outside, 0.0)
+        return out
 
     def pick(self, x: Tensor) -> Tensor:
         """Return the N rows of `x` [B, T, ...]."""
-        return self.flat(x) if self._all else x[self._where]
+        return x.flatten(0, 1) if self._all else x.flatten(0, 1)[self._at]
 
     def tokens(self, tokens: Tensor, vocabulary: int) -> Tensor:
         """Return the N tokens of `tokens` [B, T], or raise SettingError where one is not in [0, vocabulary)."""
@@ -57,10 +83,10 @@ class Rows:
             )
         return picked
 
-    def put(self, x: Tensor, mask: Tensor) -> Tensor:
+    def put(self, x: Tensor) -> Tensor:
         """Return [B, T, ...] with the N rows of `x` in their places and 0 elsewhere."""
-        if self._all:
-            return x.view(*mask.shape, *x.shape[1:])
-        whole = x.new_zeros(*mask.shape, *x.shape[1:])
-        whole[self._where] = x
-        return whole
+        whole = x
+        if not self._all:
+            whole = x.new_zeros(self._shape.numel(), *x.shape[1:])
+            whole[self._at] = x
+        return whole.view(*self._shape, *x.shape[1:])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m2flow.algos._rows import LOWEST, Place, Rows, compute_dtype
+from m2flow.algos._rows import LOWEST, Rows, compute_dtype
 
 
 @torch.library.custom_op("m2flow_algos::token_logprobs", mutates_args=())
@@ -19,23 +19,24 @@ def token_logprobs_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (logprobs, entropy, log of the normaliser), each [B, T] and 0 outside the mask; no entropy: 0."""
     rows, dtype = Rows(mask, logits.shape[-1]), compute_dtype(logits)
-    flat, picked = rows.flat(logits), rows.tokens(tokens, logits.shape[-1])
+    picked = rows.tokens(tokens, logits.shape[-1])
     logprobs, entropy, norm = (torch.zeros(rows.count, dtype=dtype, device=logits.device) for _ in range(3))
-    for n, place in rows.places():
-        x = _scaled(flat, place, dtype, temperature)
+    buffers = [rows.buffer(logits, dtype) for _ in range(1 + with_entropy)]
+    for n in rows.pieces():
+        x = _scaled(rows.take(logits, n, buffers[0]), temperature)
         own = x.gather(1, picked[n, None]).squeeze(1)
         top = x.amax(1)
         x.sub_(top[:, None])
         if with_entropy:
             x.clamp_(min=LOWEST)
-            weights = x.exp()
+            weights = torch.exp(x, out=buffers[1][: len(x)])
             total = weights.sum(1)
             entropy[n] = total.log() - weights.mul_(x).sum(1) / total
         else:
             total = x.exp_().sum(1)
         norm[n] = top + total.log()
         logprobs[n] = own - top - total.log()
-    return rows.put(logprobs, mask), rows.put(entropy, mask), rows.put(norm, mask)
+    return rows.put(logprobs), rows.put(entropy), rows.put(norm)
 
 
 @torch.library.custom_op("m2flow_algos::token_logprobs_backward", mutates_args=())
@@ -52,21 +53,21 @@ def token_logprobs_backward_op(
 ) -> Tensor:
     """Return the gradient [B, T, V]: (g * (onehot - p) - h * p * (log p + H)) / temperature; 0 outside the mask."""
     rows, dtype = Rows(mask, logits.shape[-1]), compute_dtype(logits)
-    whole = rows.count == mask.numel()
-    grad = (torch.empty if whole else torch.zeros)(logits.shape, dtype=logits.dtype, device=logits.device)
-    flat, out, picked = rows.flat(logits), rows.flat(grad), rows.pick(tokens)
+    grad, picked = rows.blank(logits), rows.pick(tokens)
     g, h = rows.pick(grad_logprobs) / temperature, rows.pick(grad_entropy) / temperature
     ent, lse = rows.pick(entropy), rows.pick(norm)
-    for n, place in rows.places():
-        x = _scaled(flat, place, dtype, temperature)
-        x.sub_(lse[n, None])
+    # An entropy that is only looked at has a gradient of zeros, and costs nothing here.
+    with_entropy = with_entropy and bool(h.any())
+    buffers = [rows.buffer(logits, dtype) for _ in range(1 + with_entropy)]
+    for n in rows.pieces():
+        x = _scaled(rows.take(logits, n, buffers[0]), temperature).sub_(lse[n, None])
         if with_entropy:
-            p = x.clamp_(min=LOWEST).exp()
-            x.add_(ent[n, None]).mul_(h[n, None]).add_(g[n, None]).mul_(p).neg_()
+            p = torch.exp(x.clamp_(min=LOWEST), out=buffers[1][: len(x)])
+            x.mul_(-h[n, None]).sub_((h * ent + g)[n, None]).mul_(p)
         else:
             x.exp_().mul_(-g[n, None])
         x.scatter_add_(1, picked[n, None], g[n, None])
-        out[place] = x.to(grad.dtype)
+        rows.write(grad, n, x)
     return grad
 
 
@@ -112,15 +113,15 @@ token_logprobs_op.register_autograd(_token_logprobs_gradient, setup_context=_kee
 def full_kl_op(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (KL(p || q), log normaliser of p, log normaliser of q), each [B, T] and 0 outside the mask."""
     rows, dtype = Rows(mask, logits.shape[-1]), compute_dtype(logits, ref_logits)
-    flat, ref_flat = rows.flat(logits), rows.flat(ref_logits)
     divergence, norm, ref_norm = (torch.zeros(rows.count, dtype=dtype, device=logits.device) for _ in range(3))
-    for n, place in rows.places():
-        x, y = _scaled(flat, place, dtype, 1.0), _scaled(ref_flat, place, dtype, 1.0)
+    buffers = rows.buffer(logits, dtype), rows.buffer(logits, dtype)
+    for n in rows.pieces():
+        x, y = rows.take(logits, n, buffers[0]), rows.take(ref_logits, n, buffers[1])
         norm[n], ref_norm[n] = x.logsumexp(1), y.logsumexp(1)
         log_p = x.sub_(norm[n, None]).clamp_(min=LOWEST)
         log_q = y.sub_(ref_norm[n, None]).clamp_(min=LOWEST)
         divergence[n] = log_q.sub_(log_p).mul_(log_p.exp_()).sum(1).neg_()
-    return rows.put(divergence, mask), rows.put(norm, mask), rows.put(ref_norm, mask)
+    return rows.put(divergence), rows.put(norm), rows.put(ref_norm)
 
 
 @torch.library.custom_op("m2flow_algos::full_kl_backward", mutates_args=())
@@ -136,19 +137,18 @@ def full_kl_backward_op(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients g * p * (log p - log q - KL) and g * (q - p), each [B, T, V], or empty where not needed."""
     rows, dtype = Rows(mask, logits.shape[-1]), compute_dtype(logits, ref_logits)
-    like = [logits if need[0] else logits.new_empty(0), ref_logits if need[1] else ref_logits.new_empty(0)]
-    grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in like]
-    outs = [rows.flat(x) if wanted else x for x, wanted in zip(grads, need, strict=True)]
-    flat, ref_flat, g, kl = rows.flat(logits), rows.flat(ref_logits), rows.pick(grad), rows.pick(divergence)
-    lse, ref_lse = rows.pick(norm), rows.pick(ref_norm)
-    for n, place in rows.places():
-        log_p = _scaled(flat, place, dtype, 1.0).sub_(lse[n, None]).clamp_(min=LOWEST)
-        log_q = _scaled(ref_flat, place, dtype, 1.0).sub_(ref_lse[n, None]).clamp_(min=LOWEST)
-        p = log_p.exp()
+    grads = [rows.blank(x) if wanted else x.new_empty(0) for x, wanted in zip((logits, ref_logits), need, strict=True)]
+    g, kl, lse, ref_lse = (rows.pick(x) for x in (grad, divergence, norm, ref_norm))
+    buffers = [rows.buffer(logits, dtype) for _ in range(3)]
+    for n in rows.pieces():
+        log_p = rows.take(logits, n, buffers[0]).sub_(lse[n, None]).clamp_(min=LOWEST)
+        log_q = rows.take(ref_logits, n, buffers[1]).sub_(ref_lse[n, None]).clamp_(min=LOWEST)
+        p = torch.exp(log_p, out=buffers[2][: len(log_p)])
         if need[1]:
-            outs[1][place] = log_q.exp().sub_(p).mul_(g[n, None]).to(ref_logits.dtype)
+            rows.write(grads[1], n, log_q.exp().sub_(p).mul_(g[n, None]))
         if need[0]:
-            outs[0][place] = log_p.sub_(log_q).sub_(kl[n, None]).mul_(p).mul_(g[n, None]).to(logits.dtype)
+            x = log_p.sub_(log_q).sub_(kl[n, None]).mul_(p).mul_(g[n, None])
+            rows.write(grads[0], n, x)
     return grads[0], grads[1]
 
 
@@ -186,7 +186,6 @@ def _full_kl_gradient(ctx: Any, g: Tensor, _: Tensor, __: Tensor) -> tuple[Tenso
 full_kl_op.register_autograd(_full_kl_gradient, setup_context=_keep_full_kl)
 
 
-def _scaled(flat: Tensor, place: Place, dtype: torch.dtype, temperature: float) -> Tensor:
-    """Return the rows at `place` in `dtype`, divided by the temperature; never a view of `flat`."""
-    x = flat[place].to(dtype, copy=True)
+def _scaled(x: Tensor, temperature: float) -> Tensor:
+    """Return `x`, divided by the temperature in place."""
     return x if temperature == 1.0 else x.div_(temperature)

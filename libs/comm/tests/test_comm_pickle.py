@@ -76,7 +76,7 @@ def test_calls_messages_and_channels_carry_them_within_a_host(trusting: tuple[En
 def test_an_endpoint_that_does_not_allow_them_refuses(run_dir: Path) -> None:
     with Endpoint(run_dir, "a", token="t", allow_pickle=True) as a, Endpoint(run_dir, "b", token="t") as b:
         b.handle("echo", lambda request: request.args)
-        with pytest.raises(RemoteError, match="PayloadError.*allow_pickle"):
+        with pytest.raises(RemoteError, match=r"PayloadError.*allow_pickle"):
             a.request("b", "echo", "", Pickled(1))
         b.host_channel("q", producers=["a"], consumers=["b"])
         a.channel("q", host="b").put(Pickled(1))
@@ -100,7 +100,7 @@ def test_over_tcp_they_are_refused_at_both_ends(tmp_path: Path, monkeypatch: pyt
             a.channel("q", host="b").put(Pickled(1))
         # A sender that does not refuse by itself is no way in.
         monkeypatch.setattr(type(a._fabric.connection("b")), "pack", _pack_anything)
-        with pytest.raises(RemoteError, match="PayloadError.*allow_pickle"):
+        with pytest.raises(RemoteError, match=r"PayloadError.*allow_pickle"):
             a.request("b", "echo", "", Pickled(1))
         with pytest.raises(PayloadError, match=refused):
             a.channel("q", host="b").put(Pickled(1))

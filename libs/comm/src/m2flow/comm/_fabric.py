@@ -130,6 +130,8 @@ class Fabric:
 
     def in_this_process(self, peer: str) -> "Fabric | None":
         """Returns a peer of the same run whose endpoint is in this very process, if there is one."""
+        if len(_living) == 1:
+            return None
         for fabric in list(_living):
             if fabric.identity.name == peer and not fabric._closed and fabric._directory.same(self._directory):
                 return fabric if hmac.compare_digest(fabric.identity.token, self.identity.token) else None

@@ -94,6 +94,9 @@ class UnixLink:
             self._out.append((memoryview(data), None if fd is None else os.dup(fd)))
             self._out_bytes += len(data)
             if was_idle and self._socket is not None:
+                if self._waiting is not None and self._waiting[1] == threading.get_ident():
+                    # A thread that deals with a frame while it waits: first it gets on with its own.
+                    return
                 self._flush(self._socket)
                 self._watch()
 
@@ -282,6 +285,8 @@ class UnixLink:
                 self._poll = select.poll()
                 self._poll.register(self._wake, select.POLLIN)
                 self._poll.register(self._socket, select.POLLIN)
+            if self._out:
+                self._flush(self._socket)
             self._watch()
         future.add_done_callback(self._interrupt)
         return True
@@ -304,6 +309,8 @@ class UnixLink:
                 left_ms = (deadline - time.monotonic()) * 1000 + 1
                 if left_ms <= 1:
                     return
+            if self._out:
+                self._ready(WRITE)
             ready = self._poll.poll(left_ms)
             if any(fd == self._wake for fd, _ in ready):
                 os.eventfd_read(self._wake)

@@ -324,14 +324,22 @@ class Endpoint:
         wanted: Mapping[str, Box] | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         first_source: int = 0,
+        delta: bool = False,
     ) -> WeightReceiver:
         """Returns this rank's receiver of weights that `sources` stage, each its own shards. Does not block.
 
         `wanted` maps names to the boxes it wants; None is every tensor, whole. `first_source` says which source is
-        asked first where several have the same part: give receivers different ones.
+        asked first where several have the same part: give receivers different ones. With `delta` sources on other
+        hosts send only the elements that changed since the version prepared before, to the bit; that version is kept.
         """
         return WeightReceiver(
-            self, name, sources=sources, wanted=wanted, bucket_bytes=bucket_bytes, first_source=first_source
+            self,
+            name,
+            sources=sources,
+            wanted=wanted,
+            bucket_bytes=bucket_bytes,
+            first_source=first_source,
+            delta=delta,
         )
 
     def shares_memory_with(self, peer: str) -> bool:

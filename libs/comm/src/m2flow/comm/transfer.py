@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from m2flow.comm import _torch
+from m2flow.comm._changes import Changes, changed
 from m2flow.comm.errors import CommError, PayloadError
 from m2flow.comm.payload import Tree
 from m2flow.comm.resharding import Box, Piece, cover
@@ -34,12 +35,16 @@ class Caller(Protocol):
 
 
 class Prepared(NamedTuple):
-    """A version that is complete and checked here: bytes, seconds to get it, seconds to check it."""
+    """A version that is complete and checked here: bytes, seconds to get it, seconds to check it.
+
+    `moved_bytes` of it came over a network: fewer than `nbytes` where it is mapped, or only changes were sent.
+    """
 
     version: int
     nbytes: int
     seconds: float
     digest_seconds: float
+    moved_bytes: int
 
 
 class _Part(NamedTuple):
@@ -65,6 +70,7 @@ class WeightReceiver:
         wanted: Mapping[str, Box] | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         first_source: int = 0,
+        delta: bool = False,
     ) -> None:
         self.version: int | None = None
         self._caller = caller
@@ -75,7 +81,10 @@ class WeightReceiver:
         self._wanted = wanted
         self._bucket_bytes = bucket_bytes
         self._reader = WeightReader()
-        self._num_prepared = 0
+        self._delta = delta
+        # By source, the version that came over a network last, for the changes of the next.
+        self._bases: dict[str, tuple[int, dict[tuple[str, Box], Tree]]] = {}
+        self._moved_bytes = 0
         self._prepared: tuple[int, dict[str, _Part]] | None = None
 
     def prepare(self, version: int, *, timeout_s: float | None = None) -> Prepared:
@@ -85,6 +94,7 @@ class WeightReceiver:
         were staged, PeerLostError or TimeoutError_ naming a source. Whatever it raises, the old version serves on.
         """
         started = time.monotonic()
+        self._moved_bytes = 0
         layouts = {
             source: self._caller.request(source, SERVICE, "layout", (self._name, version), timeout_s=timeout_s)
             for source in self._sources
@@ -102,10 +112,9 @@ class WeightReceiver:
             for name, box, array, seconds in self._pieces(source, version, asked, shards[source], timeout_s):
                 parts[name].pieces.append((box, array))
                 checking_s += seconds
-        self._num_prepared += 1
         self._prepared = (version, parts)
         nbytes = sum(int(array.nbytes) for part in parts.values() for _, array in part.pieces)
-        return Prepared(version, nbytes, time.monotonic() - started - checking_s, checking_s)
+        return Prepared(version, nbytes, time.monotonic() - started - checking_s, checking_s, self._moved_bytes)
 
     def commit(self, load: Load) -> int:
         """Loads the prepared version, bucket by bucket, and serves it; returns it. Blocks while `load` runs.
@@ -166,16 +175,25 @@ class WeightReceiver:
                 yield name, box, weights[name][(*box.slices(shards[name]), ...)], seconds
                 seconds = 0.0
             return
-        # Over a network only what is wanted is moved, a bucket at a time.
+        # Over a network only what is wanted is moved, a bucket at a time; of what this end has had, only what changed.
+        base, had = self._bases.get(source, (None, {}))
+        have: dict[tuple[str, Box], Tree] = {}
         for start, stop in _runs([box.num_elements() * 8 for _, box in asked], self._bucket_bytes):
             run = asked[start:stop]
             slices = [(name, [(part.start, part.stop) for part in box.slices(shards[name])]) for name, box in run]
-            answer = self._caller.request(source, SERVICE, "slices", (self._name, version, slices), timeout_s=timeout_s)
-            for (name, box), (array, expected) in zip(run, answer, strict=True):
+            args = (self._name, version, slices, base if all(key in had for key in run) else None)
+            answer = self._caller.request(source, SERVICE, "slices", args, timeout_s=timeout_s)
+            for (name, box), (found, expected) in zip(run, answer, strict=True):
+                self._moved_bytes += int(found.nbytes)
                 started = time.monotonic()
+                array = changed(had[name, box], found) if isinstance(found, Changes) else found
                 if digest(array) != expected:
                     raise PayloadError(f"weights {self._name!r} version {version} of {source!r}: {name!r} was altered")
+                if self._delta:
+                    have[name, box] = array
                 yield name, box, array, time.monotonic() - started
+        if self._delta:
+            self._bases[source] = version, have
 
     def _buckets(self, parts: Mapping[str, _Part]) -> Iterator[dict[str, Tree]]:
         names = list(parts)

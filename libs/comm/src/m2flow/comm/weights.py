@@ -15,6 +15,7 @@ import numpy as np
 
 from m2flow.comm import _torch
 from m2flow.comm._calls import Lend, Request
+from m2flow.comm._changes import changes
 from m2flow.comm._segments import Pool
 from m2flow.comm.errors import PayloadError
 from m2flow.comm.payload import Tree, decode, encode
@@ -88,19 +89,43 @@ class WeightStore:
         name, version, *slices = request.args
         staged = self._find(name, version)
         if isinstance(staged, Lend) and request.method != "fetch":
-            return self._read(staged, *slices)
+            return self._read(name, staged, *slices)
         if isinstance(staged, Future) and request.method != "fetch":
-            return _then(staged, lambda found: self._read(found, *slices))
+            return _then(staged, lambda found: self._read(name, found, *slices))
         return staged
 
-    def _read(self, staged: Lend, slices: Sequence[tuple[str, Sequence[tuple[int, int]]]] | None = None) -> Tree:
-        """Returns the layout of a version, or slices of its tensors, each with its digest."""
+    def _read(
+        self,
+        name: str,
+        staged: Lend,
+        slices: Sequence[tuple[str, Sequence[tuple[int, int]]]] | None = None,
+        base: int | None = None,
+    ) -> Tree:
+        """Returns the layout of a version, or slices of its tensors, each with its digest.
+
+        Of a slice that has changed little since the version `base`, which the reader has, only the changes.
+        """
         tree = decode(staged.slot.view(staged.size_bytes))
         if slices is None:
             return tree["layout"]
-        # The ellipsis keeps an array of no dims an array.
-        arrays = [tree["weights"][name][(*(slice(*bounds) for bounds in parts), ...)] for name, parts in slices]
-        return [(array, digest(array)) for array in arrays]
+        with self._lock:
+            older = None if base is None else self._staged[name].get(base)
+            if older is not None:
+                self._pool.hold(older.slot)
+        try:
+            old = {} if older is None else decode(older.slot.view(older.size_bytes))["weights"]
+            found = []
+            for key, parts in slices:
+                # The ellipsis keeps an array of no dims an array.
+                where = (*(slice(*bounds) for bounds in parts), ...)
+                array = tree["weights"][key][where]
+                same = old[key] if key in old and old[key].shape == tree["weights"][key].shape else None
+                smaller = None if same is None else changes(same[where], array)
+                found.append((array if smaller is None else smaller, digest(array)))
+            return found
+        finally:
+            if older is not None:
+                self._pool.let_go(older.slot)
 
     def _find(self, name: str, version: int) -> "Lend | Future[Any]":
         with self._lock:

@@ -27,7 +27,12 @@ class CausalLM:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.decoder: nn.Module = model.base_model  # type: ignore[assignment]
-        self.head: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
+
+    @property
+    def head(self) -> Tensor:
+        """The vocabulary projection [V, E]; where parameters are cut over ranks, whole within a forward pass alone."""
+        weight: Tensor = self.model.get_output_embeddings().weight  # type: ignore[operator]
+        return weight
 
     @classmethod
     def load(cls, path: Path, *, dtype: torch.dtype, device: torch.device) -> "CausalLM":

@@ -59,6 +59,10 @@ class Probe(Worker):
         """Prints a line."""
         print(line, flush=True)
 
+    def fill_memory(self, size_bytes: int) -> int:
+        """Takes memory, and writes to all of it."""
+        return len(bytearray(b"x") * size_bytes)
+
     def fail(self, message: str) -> None:
         """Raises a ValueError."""
         raise ValueError(message)

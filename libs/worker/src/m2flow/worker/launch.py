@@ -24,7 +24,10 @@ LAUNCHERS: Mapping[str, str] = {
     "process": "m2flow.worker.launchers.process:connect",
     "ray": "m2flow.worker.launchers.ray:connect",
 }
-"""Each launcher's way in, by name, so that one that is not used is not imported."""
+"""Each launcher's way in, by name, so that one that is not used is not imported.
+
+It is given the devices of each node that it is to start on, and gives a link to each.
+"""
 
 _PREFIX = "m2flow-"
 _JOIN = "m2flow.worker.launchers._link:GrpcLink"
@@ -110,7 +113,7 @@ def _connect(cluster: Cluster, launcher: str, joined: Mapping[str, AgentAddress]
     try:
         for node, agent in joined.items():
             links[node] = resolve_target(_JOIN)(agent.address, wiring, token=agent.token)
-        started = [node for node in cluster.nodes if node not in joined]
+        started = {node: cluster.on(node) for node in cluster.nodes if node not in joined}
         if started:
             links.update(resolve_target(LAUNCHERS[launcher])(started, wiring))
     except BaseException:

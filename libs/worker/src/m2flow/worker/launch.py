@@ -15,9 +15,10 @@ from m2flow.comm import Endpoint
 from m2flow.worker.cluster import Cluster
 from m2flow.worker.group import WorkerGroup
 from m2flow.worker.placement import Placement
-from m2flow.worker.session import Link, LogSink, Session, Wiring
+from m2flow.worker.session import LogSink, Session
 from m2flow.worker.spec import GroupSpec
 from m2flow.worker.target import resolve_target
+from m2flow.worker.wiring import Link, Wiring
 
 LAUNCHERS: Mapping[str, str] = {
     "inproc": "m2flow.worker.launchers.inproc:connect",

@@ -50,6 +50,12 @@ class CausalLM:
     def device(self) -> torch.device:
         return self.head.device
 
+    @property
+    def block_classes(self) -> tuple[str, ...]:
+        """The names of the classes that its layers are of."""
+        names: Any = self.model._no_split_modules
+        return tuple(names or ())
+
     def hidden(self, tokens: Tensor, positions: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
         """Hidden states [B, T, E] of tokens [B, T] at positions [B, T], int64, under a mask [B or 1, 1, T, S]."""
         outputs = self.decoder(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False, **kwargs)

@@ -14,7 +14,7 @@ from m2flow.worker._host import RankHost
 from m2flow.worker._node import Emit, NodeAgent, RankKey
 from m2flow.worker.device import Device
 from m2flow.worker.errors import RefusedError
-from m2flow.worker.session import Link, Wiring
+from m2flow.worker.wiring import Link, Wiring
 
 _CLOSE_S = 2.0
 
@@ -66,6 +66,7 @@ class InprocLink:
     """A session without a wire."""
 
     lost = False
+    host = ""
 
     def __init__(self, wiring: Wiring) -> None:
         self._node = NodeAgent(partial(ThreadRanks, wiring.directory, wiring.token), wiring.on_response)

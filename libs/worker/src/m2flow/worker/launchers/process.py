@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from m2flow.worker.device import Device
 from m2flow.worker.launchers._agent_process import AgentOptions, AgentProcess
 from m2flow.worker.launchers._link import LocalLink, control_server
-from m2flow.worker.session import Link, Wiring
+from m2flow.worker.wiring import Link, Wiring
 
 
 class ProcessLink(LocalLink):

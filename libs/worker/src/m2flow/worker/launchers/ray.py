@@ -22,7 +22,7 @@ from m2flow.worker.device import Device
 from m2flow.worker.errors import LaunchError
 from m2flow.worker.launchers._agent_process import AgentOptions, AgentProcess
 from m2flow.worker.launchers._link import GrpcLink, LocalLink, control_server
-from m2flow.worker.session import Link, Wiring
+from m2flow.worker.wiring import Link, Wiring
 
 _START_TIMEOUT_S = 120.0
 
@@ -80,6 +80,11 @@ class RayLink:
     def lost(self) -> bool:
         """Whether the agent has gone, unasked."""
         return self._link.lost
+
+    @property
+    def host(self) -> str:
+        """The node's address; empty on the driver's own machine."""
+        return self._link.host
 
     def send(self, request: Any) -> None:
         """Says something. Does not block."""

@@ -5,6 +5,7 @@ import threading
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from m2flow.worker.context import WorkerContext
@@ -32,12 +33,12 @@ def join_ranks(context: WorkerContext, *, timeout_s: float = 60.0) -> DeviceMesh
     limit = timedelta(seconds=timeout_s)
     if context.rank == 0:
         host = _own_address()
-        store = dist.TCPStore(host, 0, context.world_size, True, limit, wait_for_workers=False)
+        store = TCPStore(host, 0, context.world_size, True, limit, wait_for_workers=False)
         for rank in range(1, context.world_size):
             context.endpoint.isend(f"{context.group}.{rank}", [host, store.port], tag=_TAG)
     else:
         host, port = context.endpoint.recv(f"{context.group}.0", tag=_TAG, timeout_s=timeout_s)
-        store = dist.TCPStore(host, port, context.world_size, False, limit)
+        store = TCPStore(host, port, context.world_size, False, limit)
     on_cuda = context.devices[0].kind == "cuda"
     dist.init_process_group(
         "nccl" if on_cuda else "gloo", store=store, rank=context.rank, world_size=context.world_size, timeout=limit

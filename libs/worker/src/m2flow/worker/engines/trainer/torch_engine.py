@@ -63,7 +63,7 @@ class TorchTrainerEngine:
         self._lm = CausalLM.load(Path(config.path), dtype=torch.float32, device=torch.device(config.device))
         self._policy = _Policy(self._lm, config.temperature)
         if mesh is not None:
-            shard_module(self._policy, tuple(self._lm.model._no_split_modules or ()), mesh)
+            shard_module(self._policy, self._lm.block_classes, mesh)
         self._optimizer = AdamW(dict(self._lm.model.named_parameters()), config.optimizer, mesh)
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ class TorchTrainerEngine:
                 # The gradients of other ranks pass through this one, whether it has any or not.
                 total = loss_sum if self._mesh is None else total + loss_sum
             if total.requires_grad:
-                total.backward()  # type: ignore[no-untyped-call]
+                total.backward()
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + value
         self._forget_gathered()

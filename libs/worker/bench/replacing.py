@@ -6,18 +6,17 @@ random model of 135M parameters is written first. The machine needs some 12 GiB.
 
 import argparse
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from _rows import row
+
 from m2flow.worker import Cluster, WorkerGroup, launch_run
 from m2flow.worker.engines.trainer.testing import TrainerProbe
 
-COMMAND = "python libs/worker/bench/replacing.py"
 TARGET_S = 15.0
 SAMPLES = [[[5, 6, 7], [10, 11, 12]], [[5, 6, 9], [20]]]
 
@@ -39,21 +38,6 @@ def write_random_model(path: Path) -> Path:
     return path
 
 
-def row(name: str, seconds: float) -> dict[str, Any]:
-    """One figure."""
-    return {
-        "name": name,
-        "value": seconds,
-        "unit": "s",
-        "peer": "",
-        "ratio": None,
-        "target": TARGET_S,
-        "holds": seconds <= TARGET_S,
-        "command": COMMAND,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-    }
-
-
 def measure(model: Path) -> list[dict[str, Any]]:
     """One to two, and two to one, after a step; raises where a tensor is not the same to the bit."""
     rows = []
@@ -63,10 +47,10 @@ def measure(model: Path) -> list[dict[str, Any]]:
         group: WorkerGroup = session.start(TrainerProbe.group(config, device_kind="virtual"), "0")
         group.train(SAMPLES, 4.0).wait()
         (before,) = group.digests().result()
-        for placement in ("0-1", "0"):
+        for name, placement in (("one rank to two", "0-1"), ("two ranks to one", "0")):
             start = time.perf_counter()
             group = session.replace(group, placement)
-            rows.append(row(f"trainer re-placed on {placement}", time.perf_counter() - start))
+            rows.append(row(f"trainer of 135M, {name}", time.perf_counter() - start, "s", TARGET_S))
             assert all(digests == before for digests in group.digests().result()), "the state has changed on the way"
     return rows
 

@@ -10,6 +10,7 @@ import ray
 from ray.cluster_utils import Cluster as RayCluster
 
 from m2flow.worker import Cluster, LaunchError, Session, WorkerFailed, launch_run
+from m2flow.worker.launchers import ray as launcher
 from m2flow.worker.launchers.ray import ray_cluster
 from m2flow.worker.testing import Probe
 from m2flow.worker.testing.conformance import LauncherConformance
@@ -39,9 +40,22 @@ class TestRay(LauncherConformance):
 def test_the_devices_of_all_nodes_are_found() -> None:
     cluster = ray_cluster()
     assert cluster.nodes == ("node0", "node1")
-    assert {device.kind for device in cluster.devices} >= {"cpu"}
-    cores = len(os.sched_getaffinity(0))
-    assert sum(device.kind == "cpu" for device in cluster.devices) == 2 * cores
+    # As many cores as Ray was told of, not as many as the machine has.
+    assert [device.node for device in cluster.devices if device.kind == "cpu"] == ["node0", "node1"]
+
+
+def test_a_run_claims_its_cores_from_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = ray_cluster()
+    with launch_run(cluster, launcher="ray", on_log=lambda *_: None) as session:
+        assert session.start(Probe.group(), "all").echo(1).result(30) == [1, 1]
+        assert ray.available_resources().get("CPU", 0) == 0
+        monkeypatch.setattr(launcher, "_START_TIMEOUT_S", 3.0)
+        with pytest.raises(LaunchError, match="waited 3 s for CPUs or GPUs that others hold"):
+            launch_run(cluster, launcher="ray")
+    end = time.monotonic() + 30
+    while ray.available_resources().get("CPU", 0) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def test_more_nodes_than_ray_has_are_refused() -> None:

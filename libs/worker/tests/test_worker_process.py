@@ -1,6 +1,7 @@
 """The process launcher: what is left, who outlives whom, and what a worker process holds."""
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,18 +117,93 @@ def test_when_the_middle_is_killed_the_run_fails_and_everything_ends(private: Pa
     wait_for_end(agent, private)
 
 
-def test_random_kills_leave_nothing(private: Path) -> None:
+def own_holdings() -> tuple[list[str], list[str]]:
+    """What this process holds of ports and shared memory: the sockets that listen, and the memory files."""
+    gc.collect()
+    held = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            held.append(os.readlink(descriptor))
+    listening = set()
+    for kind in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{kind}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                listening.add(f"socket:[{fields[9]}]")
+    return sorted(listening.intersection(held)), sorted(name for name in held if name.startswith("/memfd:"))
+
+
+def test_fifty_random_kills_leave_nothing(private: Path) -> None:
     rng = random.Random(7)
+    before = own_holdings()
     with launch_run(Cluster.virtual(2), on_log=lambda *_: None, max_restarts=100) as session:
         group = session.start(RetryProbe.group(device_kind="virtual"), "0-1*2")
         agent = agent_of(session)
-        for _ in range(10):
+        for _ in range(50):
             rank = rng.randrange(4)
             pid = group.pids[rank]
             os.kill(pid, signal.SIGKILL)
             handle = group.echo(rank)
             assert handle.result(10) == [rank] * 4
     wait_for_end(agent, private)
+    assert own_holdings() == before
+
+
+@pytest.mark.parametrize("ranks_per_process", [1, 2])
+def test_a_thousand_items_with_random_kills_arrive_once_each(private: Path, ranks_per_process: int) -> None:
+    rng = random.Random(3)
+    arrived: Counter[int] = Counter()
+    with launch_run(Cluster.virtual(2), on_log=lambda *_: None, max_restarts=100) as session:
+        spec = RetryProbe.group(device_kind="virtual", ranks_per_process=ranks_per_process)
+        group = session.start(spec, "0-1*2")
+        handles = [group.on(number % 4).echo(number) for number in range(1000)]
+        for handle in handles:
+            handle.add_done_callback(lambda ended: arrived.update(ended.result()))
+        restarts = 0
+        while not all(handle.done() for handle in handles) or restarts < 10:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice(group.pids), signal.SIGKILL)
+            restarts += 1
+            time.sleep(0.02)
+        # Answers that were given before a kill and after it were one answer to the caller.
+        assert group.echo("end").result(30) == ["end"] * 4
+        assert session.failure is None
+    assert arrived == Counter(range(1000))
+
+
+@contextlib.contextmanager
+def memory_limit(size_bytes: int) -> Iterator[Path]:
+    """A control group whose processes the kernel kills for lack of memory: the file that takes them in."""
+    for parent, limit in (
+        (Path("/sys/fs/cgroup"), "memory.max"),
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+    ):
+        group = parent / f"m2f-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            if (group / limit).exists():
+                (group / limit).write_text(str(size_bytes))
+                yield group / "cgroup.procs"
+                return
+        finally:
+            group.rmdir()
+    pytest.skip("kernel: no memory control group can be made here")
+
+
+def test_a_rank_that_the_kernel_kills_for_lack_of_memory_is_the_first_cause(private: Path) -> None:
+    with memory_limit(64 << 20) as members:
+        with launch_run(Cluster.virtual(2), on_log=lambda *_: None) as session:
+            group = session.start(Probe.group(device_kind="virtual"), "0-1")
+            members.write_text(str(group.pids[1]))
+            waiting = group.on(0).sleep(60.0)
+            group.on(1).fill_memory(512 << 20)
+            with pytest.raises(WorkerFailed) as caught:
+                waiting.result(DEADLINE_S)
+        assert (caught.value.rank, caught.value.phase) == (1, "fill_memory")
+        assert caught.value.cause == "SIGKILL (the kernel's answer to a lack of memory, or someone's kill -9)"
 
 
 def test_logs_reach_the_driver(private: Path) -> None:

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from m2flow.worker import AgentAddress, Cluster, LaunchError, WorkerFailed, launch_run
-from m2flow.worker.testing import Probe
+from m2flow.worker import AgentAddress, Cluster, LaunchError, PlacementError, WorkerFailed, launch_run
+from m2flow.worker.testing import Probe, RetryProbe
 from m2flow.worker.testing.conformance import DEADLINE_S
 
 pytestmark = pytest.mark.medium
@@ -56,6 +57,28 @@ def test_a_worker_started_by_hand_joins_by_address_and_waits_again_after_a_run()
                 assert there.echo(big).result(20) == [big]
             assert server.stdout is not None
             assert server.stdout.readline().strip() == f"{PROBE} waits at {address}"
+
+
+def test_a_joined_rank_has_channels_and_calls_to_the_rest_of_the_run() -> None:
+    with served("m2flow.worker.testing.probe:RetryProbe", "127.0.0.1:0", "t") as (_, address):
+        agents = {"robot-pc": AgentAddress(address, "t")}
+        with launch_run(ROBOT.with_resource("robot"), agents=agents, on_log=lambda *_: None) as session:
+            here = session.start(Probe.group(name="here", device_kind="virtual"), "0")
+            there = session.start(RetryProbe.group(name="there", device_kind="robot"), "robot-pc:all")
+            later = session.start(Probe.group(name="later", device_kind="virtual"), "0")
+            session.endpoint.host_channel("out", producers=["here.0"], consumers=["there.0"])
+            session.endpoint.host_channel("back", producers=["there.0"], consumers=["later.0"])
+            big = np.arange(1 << 18)
+            here.put("out", big).wait(20)
+            (arrived,) = there.get("out").result(20)
+            there.put("back", arrived).wait(20)
+            assert np.array_equal(later.get("back").result(20)[0], big)
+            assert there.ask("later.0", "a question").result(20) == ["a question"]
+            assert here.ask("there.0", "another").result(20) == ["another"]
+            assert there.die_once().result(20) == [1]
+            assert there.ask("here.0", "and back").result(20) == ["and back"]
+            with pytest.raises(PlacementError, match="within one machine"):
+                session.replace(there, "node0:all")
 
 
 def test_a_wrong_token_another_class_and_nobody_there_are_refused() -> None:
@@ -130,7 +153,9 @@ cluster = Cluster.virtual(1).with_resource("robot", node="robot-pc")
 agents = {"robot-pc": AgentAddress(sys.argv[1], "t")}
 with launch_run(cluster, launcher="inproc", agents=agents) as session:
     group = session.start(Probe.group(device_kind="robot"), "label=robot")
-    print(group.echo("across").result(20))
+    session.endpoint.host_channel("out", producers=["driver"], consumers=["probe.0"])
+    session.endpoint.channel("out", host="driver").put("a cable")
+    print(group.echo("across").result(20), group.get("out").result(20))
 """
 
 
@@ -142,4 +167,4 @@ def test_the_robots_computer_is_in_another_network() -> None:
         answer = subprocess.run(
             [*ours, sys.executable, "-c", DRIVER, address], capture_output=True, text=True, timeout=50, check=False
         )
-        assert answer.stdout.strip() == "['across']", answer.stderr
+        assert answer.stdout.strip() == "['across'] ['a cable']", answer.stderr

@@ -105,6 +105,7 @@ class RankHost:
             attempt=order.attempt,
             open_endpoint=open_endpoint,
         )
+        self._address = self._be_reached()
         self._lane = _Lane(order, self.context, self.context.turn, report)
         self._lanes: dict[str, _Lane] = {"": self._lane}
         self._objects: dict[str, Any] = {}
@@ -130,7 +131,9 @@ class RankHost:
             return False
         self._objects[""] = worker
         self._report(
-            pb.SessionResponse(started=pb.Started(pid=os.getpid(), group=order.group, rank=order.rank)),
+            pb.SessionResponse(
+                started=pb.Started(pid=os.getpid(), group=order.group, rank=order.rank, address=self._address)
+            ),
         )
         self._lane.run()
         for lane in self._lanes.values():
@@ -147,6 +150,9 @@ class RankHost:
         elif kind == "cancel":
             for lane in self._lanes.values():
                 lane.cancel(request.cancel.call_id)
+        elif kind == "peers":
+            for name, address in request.peers.addresses.items():
+                self.context.endpoint.add_address(name, address)
         elif kind == "stop":
             self._lane.stop()
 
@@ -159,6 +165,12 @@ class RankHost:
         end = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
+
+    def _be_reached(self) -> str:
+        """Listens to other machines, where the run has any, and learns where they are."""
+        for name, address in self._order.peers.items():
+            self.context.endpoint.add_address(name, address)
+        return self.context.endpoint.listen(f"{self._order.host}:0") if self._order.host else ""
 
     def _call(self, call_id: int, call: pb.Call) -> None:
         phase = f"{call.attached}.{call.method}" if call.attached else call.method

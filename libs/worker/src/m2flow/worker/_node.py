@@ -131,12 +131,14 @@ class NodeAgent:
 
 
 def addressees(request: pb.SessionRequest) -> list[RankKey]:
-    """The ranks that a request is for themselves: a call, an attachment, a cancellation, a polite stop."""
+    """The ranks that a request is for themselves: a call, an attachment, a cancellation, addresses, a stop."""
     kind = request.WhichOneof("kind")
     if kind == "call":
         return [(request.call.group, rank) for rank in request.call.ranks]
     if kind == "attach":
         return [(request.attach.group, rank) for rank in request.attach.ranks]
+    if kind == "peers":
+        return [(request.peers.group, rank) for rank in request.peers.ranks]
     if kind == "cancel":
         return [(request.cancel.group, rank) for rank in request.cancel.ranks]
     if kind == "stop" and request.stop.grace_s > 0:

@@ -15,16 +15,20 @@ from m2flow.comm import Endpoint
 from m2flow.worker.cluster import Cluster
 from m2flow.worker.group import WorkerGroup
 from m2flow.worker.placement import Placement
-from m2flow.worker.session import Link, LogSink, Session, Wiring
+from m2flow.worker.session import LogSink, Session
 from m2flow.worker.spec import GroupSpec
 from m2flow.worker.target import resolve_target
+from m2flow.worker.wiring import Link, Wiring
 
 LAUNCHERS: Mapping[str, str] = {
     "inproc": "m2flow.worker.launchers.inproc:connect",
     "process": "m2flow.worker.launchers.process:connect",
     "ray": "m2flow.worker.launchers.ray:connect",
 }
-"""Each launcher's way in, by name, so that one that is not used is not imported."""
+"""Each launcher's way in, by name, so that one that is not used is not imported.
+
+It is given the devices of each node that it is to start on, and gives a link to each.
+"""
 
 _PREFIX = "m2flow-"
 _JOIN = "m2flow.worker.launchers._link:GrpcLink"
@@ -110,7 +114,7 @@ def _connect(cluster: Cluster, launcher: str, joined: Mapping[str, AgentAddress]
     try:
         for node, agent in joined.items():
             links[node] = resolve_target(_JOIN)(agent.address, wiring, token=agent.token)
-        started = [node for node in cluster.nodes if node not in joined]
+        started = {node: cluster.on(node) for node in cluster.nodes if node not in joined}
         if started:
             links.update(resolve_target(LAUNCHERS[launcher])(started, wiring))
     except BaseException:

@@ -9,16 +9,16 @@ import itertools
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from m2flow.comm import Endpoint, encode
 from m2flow.proto.worker.v1 import worker_pb2 as pb
+from m2flow.worker._addresses import AddressBook
 from m2flow.worker._cause import failure_of
+from m2flow.worker._known import KnownRank
 from m2flow.worker._verdict import Verdict
 from m2flow.worker._wire import device_to_proto, failure_from_proto, failure_report, group_key, group_of
 from m2flow.worker.call import CallHandle, Outcome
@@ -30,107 +30,12 @@ from m2flow.worker.placement import Placement, parse_placement
 from m2flow.worker.residency import ResidencyServer
 from m2flow.worker.spec import GroupSpec
 from m2flow.worker.watchdog import Watchdog
+from m2flow.worker.wiring import Link, Wiring
 
 RankKey = tuple[str, int]
 GIVER, TAKER = "m2flow.worker._estate:Giver", "m2flow.worker._estate:Taker"
-LAST_LOG_LINES = 40
 
 LogSink = Callable[[str, int, str], None]
-
-
-class Link(Protocol):
-    """The way to one node's agent."""
-
-    def send(self, request: pb.SessionRequest) -> None:
-        """Says something. Does not block."""
-
-    @property
-    def lost(self) -> bool:
-        """Whether the agent has gone, unasked."""
-
-    def close(self) -> None:
-        """Ends the session and all its ranks. Blocks until they have ended."""
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """What a link is made of: the run's private directory, its token and the driver's endpoint, and who listens."""
-
-    directory: Path
-    token: str
-    preload: Sequence[str]
-    endpoint: Endpoint
-    on_response: Callable[[pb.SessionResponse], None]
-    on_lost: Callable[[str], None]
-
-
-class _Rank:
-    """One rank as the driver knows it; `unanswered` are the requests that it has not answered, by call id."""
-
-    def __init__(self, link: Link, order: pb.StartWorker, on_death: str) -> None:
-        self.link = link
-        self.order = order
-        self.on_death = on_death
-        self.pid = 0
-        self.stopped = threading.Event()
-        self.leaving = False
-        self.restarting = False
-        self.num_failures = 0
-        self.attached: list[pb.SessionRequest] = []
-        self.unanswered: dict[int, pb.SessionRequest] = {}
-        self.asked_s: dict[int, float] = {}
-        self.log: deque[str] = deque(maxlen=LAST_LOG_LINES)
-
-    def phase(self) -> str:
-        """What it does now: the first of its own calls runs, before those of attached objects."""
-        if self.pid == 0:
-            return "start"
-        asked = [self.unanswered[key] for key in sorted(self.unanswered)]
-        own = [request.call.method for request in asked if request.HasField("call") and not request.call.attached]
-        beside = [
-            f"{request.attach.name}.start"
-            if request.HasField("attach")
-            else f"{request.call.attached}.{request.call.method}"
-            for request in asked
-        ]
-        return [*own, *beside, "idle"][0]
-
-    def ask(self, request: pb.SessionRequest) -> None:
-        """Notes a request that it is to answer."""
-        self.unanswered[request.id] = request
-        self.asked_s[request.id] = time.monotonic()
-
-    def answered(self, call_id: int) -> bool:
-        """Drops a request that needs no answer any more; whether there was one."""
-        self.asked_s.pop(call_id, None)
-        return self.unanswered.pop(call_id, None) is not None
-
-    def waits(self, now_s: float) -> list[str]:
-        """What it is in, for how long, in a line; none where nobody waits for it."""
-        if not self.asked_s and self.pid:
-            return []
-        since_s = min(self.asked_s.values(), default=now_s)
-        behind = f", {len(self.asked_s) - 1} more behind it" if len(self.asked_s) > 1 else ""
-        name = f"{group_of(self.order.group)}.{self.order.rank}"
-        return [f"{name}: in {self.phase()} for {now_s - since_s:.0f} s{behind}"]
-
-    def may_restart(self, max_failures: int) -> bool:
-        """Whether its death, after it was up, is followed by another start."""
-        return self.on_death != "stop" and self.pid != 0 and not self.leaving and self.num_failures < max_failures
-
-    def to_repeat(self) -> list[pb.SessionRequest]:
-        """What a fresh start has to be told: the attached objects first, then what was never answered."""
-        made = {request.id: request for request in self.attached}
-        return [*made.values(), *(self.unanswered[key] for key in sorted(self.unanswered) if key not in made)]
-
-    def forget_calls(self) -> list[int]:
-        """Drops the worker's own unanswered calls; their ids."""
-        own = [
-            key for key, request in self.unanswered.items() if request.HasField("call") and not request.call.attached
-        ]
-        for key in own:
-            self.answered(key)
-        return own
 
 
 class Session:
@@ -159,11 +64,12 @@ class Session:
         self._by_key: dict[str, WorkerGroup] = {}
         self._on_log = on_log
         self._directory = directory
+        self._token = token
         self._max_restarts = max_restarts
         self._start_timeout_s = start_timeout_s
         self._mutex = threading.RLock()
         self._ids = itertools.count(1)
-        self._ranks: dict[RankKey, _Rank] = {}
+        self._ranks: dict[RankKey, KnownRank] = {}
         self._handles: dict[int, tuple[str, CallHandle]] = {}
         self._starting: dict[RankKey, CallHandle] = {}
         self._closed = False
@@ -175,6 +81,12 @@ class Session:
         self.residency = ResidencyServer(endpoint, cluster.devices)
         wiring = Wiring(directory, token, preload, endpoint, self._on_response, self._on_lost)
         self._links = dict(connect(wiring))
+        try:
+            self._addresses = AddressBook(endpoint, [link.host for link in self._links.values()])
+        except BaseException:
+            for link in self._links.values():
+                link.close()
+            raise
 
     @property
     def failure(self) -> WorkerFailed | None:
@@ -208,6 +120,11 @@ class Session:
         `start_all` does, where the group is lost.
         """
         placed = self._placed(group.spec, placement)
+        hosts = {self._links[self.cluster.devices[number].node].host for number in placed.device_ids}
+        if len(hosts | {self._ranks[group.key, rank].link.host for rank in group.ranks}) > 1:
+            raise PlacementError(
+                f"group {group.name}: a group is re-placed within one machine, not from one to another"
+            )
         estate = group.attach("estate", GIVER, next(self._ids))
         sources = estate.give().result()
         for rank in group.ranks:
@@ -337,6 +254,7 @@ class Session:
             handle = CallHandle(f"{spec.name}.setup", group.ranks, lambda: None)
             for rank, ids in enumerate(placement.ranks):
                 devices = [self.cluster.devices[number] for number in ids]
+                link = self._links[devices[0].node]
                 order = pb.StartWorker(
                     group=key,
                     rank=rank,
@@ -347,8 +265,11 @@ class Session:
                     run_dir=str(self.run_dir),
                     environment=_environment(devices),
                     process=rank // spec.ranks_per_process + 1 if spec.ranks_per_process > 1 else 0,
+                    token=self._token if link.host else "",
+                    peers=self._addresses.elsewhere(link.host),
+                    host=self._addresses.host_of(link.host),
                 )
-                self._ranks[key, rank] = _Rank(self._links[devices[0].node], order, spec.on_death)
+                self._ranks[key, rank] = KnownRank(link, order, spec.on_death)
                 self._starting[key, rank] = handle
         for rank in group.ranks:
             known = self._ranks[key, rank]
@@ -412,7 +333,7 @@ class Session:
             for result in response.results.results:
                 self._on_result(result)
         elif kind == "started":
-            self._on_started((response.started.group, response.started.rank), response.started.pid)
+            self._on_started((response.started.group, response.started.rank), response.started)
         elif kind == "log":
             self._on_line((response.log.group, response.log.rank), response.log.text)
         elif kind == "failure":
@@ -434,12 +355,14 @@ class Session:
             with self._mutex:
                 self._handles.pop(result.call_id, None)
 
-    def _on_started(self, key: RankKey, pid: int) -> None:
+    def _on_started(self, key: RankKey, started: pb.Started) -> None:
         with self._mutex:
             known = self._ranks.get(key)
             if known is None:
                 return
-            known.pid = pid
+            known.pid = started.pid
+            if started.address:
+                self._introduce(key, known, started.address)
             handle = self._starting.pop(key, None)
             if known.restarting:
                 known.restarting = False
@@ -447,6 +370,17 @@ class Session:
                     known.link.send(_for_ranks(request, [key[1]]))
         if handle is not None:
             handle.answer(key[1], Outcome(b"", 0.0))
+
+    def _introduce(self, key: RankKey, known: KnownRank, address: str) -> None:
+        """Tells a rank where those on other machines are, and those where it is."""
+        name, host = f"{group_of(key[0])}.{key[1]}", known.link.host
+        self._addresses.enter(name, host, address)
+        there = pb.Peers(group=key[0], ranks=[key[1]], addresses=self._addresses.elsewhere(host))
+        known.link.send(pb.SessionRequest(peers=there))
+        for other, its in self._ranks.items():
+            if its.pid and its.link.host != host:
+                here = pb.Peers(group=other[0], ranks=[other[1]], addresses={name: address})
+                its.link.send(pb.SessionRequest(peers=here))
 
     def _on_stopped(self, key: RankKey) -> None:
         with self._mutex:

@@ -26,7 +26,12 @@ class CausalLM:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.decoder: nn.Module = model.base_model  # type: ignore[assignment]
-        self.head: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
+
+    @property
+    def head(self) -> Tensor:
+        """The vocabulary projection [V, E]; where parameters are cut over ranks, whole within a forward pass alone."""
+        weight: Tensor = self.model.get_output_embeddings().weight  # type: ignore[operator]
+        return weight
 
     @classmethod
     def load(cls, path: Path, *, dtype: torch.dtype, device: torch.device) -> "CausalLM":
@@ -43,6 +48,12 @@ class CausalLM:
     @property
     def device(self) -> torch.device:
         return self.head.device
+
+    @property
+    def block_classes(self) -> tuple[str, ...]:
+        """The names of the classes that its layers are of."""
+        names: Any = self.model._no_split_modules
+        return tuple(names or ())
 
     def hidden(self, tokens: Tensor, positions: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
         """Hidden states [B, T, E] of tokens [B, T] at positions [B, T], int64, under a mask [B or 1, 1, T, S]."""

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from m2flow.worker.engines._sharding import local
+
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -29,5 +31,5 @@ def copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def num_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters and buffers, those shared counted once."""
-    return sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    """Bytes of the parameters and buffers that are here, those shared counted once."""
+    return sum(local(tensor).nbytes for tensor in [*model.parameters(), *model.buffers()])

@@ -13,7 +13,7 @@ from m2flow.worker._wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from m2flow.worker.errors import LaunchError
 from m2flow.worker.launchers._boot import control_path
 from m2flow.worker.launchers._control import ControlServer
-from m2flow.worker.session import Wiring
+from m2flow.worker.wiring import Wiring
 
 # A peer whose machine or cable has gone sends no end-of-file: it is asked, and given up without an answer.
 _KEEPALIVE_MS = 5000
@@ -37,6 +37,7 @@ class GrpcLink:
     """A session with an agent. `on_response` hears it on a thread of its own; `on_lost` its end, unless closed here."""
 
     def __init__(self, address: str, wiring: Wiring, *, token: str = "", timeout_s: float = 60.0) -> None:
+        self.host = address.rpartition(":")[0]
         self._outbox: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
         self._wiring = wiring
         self._closing = False
@@ -93,13 +94,14 @@ class LocalLink(GrpcLink):
     def __init__(self, address: str, wiring: Wiring, control: ControlServer) -> None:
         self._control = control
         super().__init__(address, wiring)
+        self.host = ""
 
     def send(self, request: pb.SessionRequest) -> None:
         """Says something to the agent, or to ranks. Does not block."""
         kind = request.WhichOneof("kind")
-        if kind in ("call", "attach", "cancel", "stop"):
+        if kind in ("call", "attach", "cancel", "peers", "stop"):
             self._control.send(addressees(request), request.SerializeToString())
-        if kind not in ("call", "attach", "cancel"):
+        if kind not in ("call", "attach", "cancel", "peers"):
             super().send(request)
 
     def close(self) -> None:

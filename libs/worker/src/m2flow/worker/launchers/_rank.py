@@ -58,7 +58,7 @@ class _Ranks:
 
     def run(self, order: pb.StartWorker) -> None:
         """Runs a rank on this thread until it is stopped. Blocks."""
-        open_endpoint = partial(Endpoint, self._boot.path, token=self._boot.token)
+        open_endpoint = partial(Endpoint, self._boot.path, token=order.token or self._boot.token)
         host = self._hosts[order.rank] = RankHost(order, open_endpoint, self.control.report)
         self.control.enter(order.group, order.rank)
         self.failed |= not host.run()

@@ -12,8 +12,9 @@ from m2flow.comm import Endpoint
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.worker._host import RankHost
 from m2flow.worker._node import Emit, NodeAgent, RankKey
+from m2flow.worker.device import Device
 from m2flow.worker.errors import RefusedError
-from m2flow.worker.session import Link, Wiring
+from m2flow.worker.wiring import Link, Wiring
 
 _CLOSE_S = 2.0
 
@@ -65,6 +66,7 @@ class InprocLink:
     """A session without a wire."""
 
     lost = False
+    host = ""
 
     def __init__(self, wiring: Wiring) -> None:
         self._node = NodeAgent(partial(ThreadRanks, wiring.directory, wiring.token), wiring.on_response)
@@ -78,7 +80,7 @@ class InprocLink:
         self._node.close()
 
 
-def connect(nodes: Sequence[str], wiring: Wiring) -> Mapping[str, Link]:
+def connect(nodes: Mapping[str, Sequence[Device]], wiring: Wiring) -> Mapping[str, Link]:
     """All nodes in this process."""
     for module in wiring.preload:
         import_module(module)

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
+from m2flow.worker.device import Device
 from m2flow.worker.launchers._agent_process import AgentOptions, AgentProcess
 from m2flow.worker.launchers._link import LocalLink, control_server
-from m2flow.worker.session import Link, Wiring
+from m2flow.worker.wiring import Link, Wiring
 
 
 class ProcessLink(LocalLink):
@@ -30,6 +31,6 @@ class ProcessLink(LocalLink):
         self.agent.end()
 
 
-def connect(nodes: Sequence[str], wiring: Wiring) -> Mapping[str, Link]:
+def connect(nodes: Mapping[str, Sequence[Device]], wiring: Wiring) -> Mapping[str, Link]:
     """One agent for all nodes: they are names on this machine."""
     return dict.fromkeys(nodes, ProcessLink(wiring))

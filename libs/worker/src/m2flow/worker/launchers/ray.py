@@ -2,7 +2,8 @@
 
 An actor per node holds the node's agent as a child process; the driver's session goes to the agent itself. On the
 driver's own machine, which may be several nodes of Ray, agents share the run's private directory, so that ranks reach
-each other through shared memory. Ray's CPU and GPU counts are not claimed: a run is given whole nodes.
+each other through shared memory. The actor claims from Ray what the run's cluster has on its node, a CPU for each core
+of its slots and a GPU for each CUDA device, so that nothing else that Ray starts is given them.
 """
 
 import shutil
@@ -17,10 +18,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from m2flow.worker._python import child_environment
 from m2flow.worker.cluster import Cluster
+from m2flow.worker.device import Device
 from m2flow.worker.errors import LaunchError
 from m2flow.worker.launchers._agent_process import AgentOptions, AgentProcess
 from m2flow.worker.launchers._link import GrpcLink, LocalLink, control_server
-from m2flow.worker.session import Link, Wiring
+from m2flow.worker.wiring import Link, Wiring
 
 _START_TIMEOUT_S = 120.0
 
@@ -32,12 +34,18 @@ class NodeActor:
         self._agent: AgentProcess | None = None
         self._own = ""
 
-    def devices(self) -> list[dict[str, Any]]:
-        """The core slots and CUDA devices of this node."""
+    def devices(self, num_cpus: int) -> list[dict[str, Any]]:
+        """The slots of one core and the CUDA devices that Ray has to give on this node."""
         return [
             {"kind": one.kind, "memory_bytes": one.memory_bytes, "labels": dict(one.labels), "cores": one.cores}
             for one in Cluster.local().devices
+            if one.kind != "cpu" or one.index < num_cpus
         ]
+
+    def missing(self, uuids: Sequence[str]) -> list[str]:
+        """Those of these CUDA devices that Ray has not given to this actor."""
+        given = {one.labels.get("uuid") for one in Cluster.local().devices}
+        return [uuid for uuid in uuids if uuid not in given]
 
     def start(self, directory: str, token: str, agent: str, preload: Sequence[str]) -> tuple[str, bool]:
         """Starts the agent; its address, and whether it shares the driver's machine."""
@@ -73,6 +81,11 @@ class RayLink:
         """Whether the agent has gone, unasked."""
         return self._link.lost
 
+    @property
+    def host(self) -> str:
+        """The node's address; empty on the driver's own machine."""
+        return self._link.host
+
     def send(self, request: Any) -> None:
         """Says something. Does not block."""
         self._link.send(request)
@@ -87,33 +100,41 @@ class RayLink:
 
 
 def ray_cluster() -> Cluster:
-    """The core slots and CUDA devices of all living nodes of Ray, named node0, node1 ... in the order of their ids.
+    """The devices that Ray has to give, of all its living nodes, named node0, node1 ... in the order of their ids.
 
-    Blocks; raises LaunchError where Ray is not initialised.
+    A "cpu" slot is one core. Blocks; raises LaunchError where Ray is not initialised, or its GPUs are in use.
     """
-    actors = [_actor(node) for node in _nodes()]
-    found = ray.get([actor.devices.remote() for actor in actors], timeout=_START_TIMEOUT_S)
-    for actor in actors:
-        ray.kill(actor)
+    nodes = _nodes()
+    # Without a claim Ray hides the GPUs.
+    actors = [_actor(node, num_gpus=int(has.get("GPU", 0))) for node, has in nodes.items()]
+    try:
+        found = _answers(
+            [one.devices.remote(int(has.get("CPU", 0))) for one, has in zip(actors, nodes.values(), strict=True)]
+        )
+    finally:
+        for actor in actors:
+            ray.kill(actor)
     return Cluster.from_nodes({f"node{number}": devices for number, devices in enumerate(found)})
 
 
-def connect(nodes: Sequence[str], wiring: Wiring) -> Mapping[str, Link]:
+def connect(nodes: Mapping[str, Sequence[Device]], wiring: Wiring) -> Mapping[str, Link]:
     """An agent on as many nodes of Ray, in the order of their ids."""
-    alive = _nodes()
+    alive = list(_nodes())
     if len(nodes) > len(alive):
         raise LaunchError(f"ray: got {len(nodes)} nodes to start on, want at most {len(alive)}, those that are alive")
-    actors = [_actor(node) for node, _ in zip(alive, nodes, strict=False)]
+    actors = [
+        _actor(node, num_cpus=sum(len(one.cores) for one in devices), num_gpus=len(_uuids(devices)))
+        for node, devices in zip(alive, nodes.values(), strict=False)
+    ]
     servers = {name: control_server(wiring, f"agent.{name}") for name in nodes}
     try:
+        _check_gpus(nodes, actors)
         starting = [
             actor.start.remote(str(wiring.directory), wiring.token, f"agent.{name}", list(wiring.preload))
             for actor, name in zip(actors, nodes, strict=True)
         ]
         links: dict[str, Link] = {}
-        for actor, name, (address, shared) in zip(
-            actors, nodes, ray.get(starting, timeout=_START_TIMEOUT_S), strict=True
-        ):
+        for actor, name, (address, shared) in zip(actors, nodes, _answers(starting), strict=True):
             link = LocalLink(address, wiring, servers[name]) if shared else GrpcLink(address, wiring)
             links[name] = RayLink(actor, link)
     except BaseException:
@@ -125,15 +146,45 @@ def connect(nodes: Sequence[str], wiring: Wiring) -> Mapping[str, Link]:
     return links
 
 
-def _nodes() -> list[str]:
+def _check_gpus(nodes: Mapping[str, Sequence[Device]], actors: Sequence[Any]) -> None:
+    missing = _answers([one.missing.remote(_uuids(has)) for one, has in zip(actors, nodes.values(), strict=True)])
+    for name, uuids in zip(nodes, missing, strict=True):
+        if uuids:
+            raise LaunchError(
+                f"ray: the run's devices on {name} include {uuids[0]}, which Ray has given to another: "
+                "use all of a node's GPUs, or those that ray_cluster() finds now"
+            )
+
+
+def _uuids(devices: Sequence[Device]) -> list[str]:
+    return [one.labels["uuid"] for one in devices if one.kind == "cuda"]
+
+
+def _answers(asked: Sequence[Any]) -> list[Any]:
+    try:
+        answers: list[Any] = ray.get(list(asked), timeout=_START_TIMEOUT_S)
+    except ray.exceptions.GetTimeoutError as late:
+        raise LaunchError(
+            f"ray: waited {_START_TIMEOUT_S:.0f} s for CPUs or GPUs that others hold: Ray has "
+            f"{ray.available_resources()} to give now: end what holds them, or use fewer devices"
+        ) from late
+    return answers
+
+
+def _nodes() -> dict[str, Mapping[str, float]]:
+    """What each living node of Ray was declared to have, by its id, in their order."""
     if not ray.is_initialized():
         raise LaunchError(
             'ray: it is not initialised: call ray.init(address=...) first, "local" for a cluster of its own'
         )
-    return sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    return dict(sorted(alive.items()))
 
 
-def _actor(node: str) -> Any:
+def _actor(node: str, *, num_cpus: int = 0, num_gpus: int = 0) -> Any:
     placed = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     environment = {"env_vars": {"PYTHONPATH": child_environment()["PYTHONPATH"]}}
-    return ray.remote(NodeActor).options(num_cpus=0, scheduling_strategy=placed, runtime_env=environment).remote()
+    actor = ray.remote(NodeActor).options(
+        num_cpus=num_cpus, num_gpus=num_gpus, scheduling_strategy=placed, runtime_env=environment
+    )
+    return actor.remote()

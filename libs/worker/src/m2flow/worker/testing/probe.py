@@ -17,8 +17,8 @@ class Probe(Worker):
 
     def setup(self) -> None:
         self.count = 0
-        # A question that is never answered: only the rank's end ends it.
-        self.context.endpoint.handle("probe", lambda _: Future())
+        # What is asked to wait is never answered: only the rank's end ends it.
+        self.context.endpoint.handle("probe", lambda asked: asked.args if asked.method == "echo" else Future())
         told, _, rest = str(self.config.get("setup", "")).partition(" ") if isinstance(self.config, dict) else ("",) * 3
         if told == "raise":
             raise RuntimeError("the probe was told to fail in setup")
@@ -59,6 +59,10 @@ class Probe(Worker):
         """Prints a line."""
         print(line, flush=True)
 
+    def fill_memory(self, size_bytes: int) -> int:
+        """Takes memory, and writes to all of it."""
+        return len(bytearray(b"x") * size_bytes)
+
     def fail(self, message: str) -> None:
         """Raises a ValueError."""
         raise ValueError(message)
@@ -80,6 +84,21 @@ class Probe(Worker):
         if self.context.attempt == 0:
             self.die()
         return self.context.attempt
+
+    def put(self, channel: str, value: Any) -> None:
+        """Puts an item into a channel that the driver hosts."""
+        self.context.endpoint.channel(channel, host="driver").put(value)
+
+    def get(self, channel: str) -> Any:
+        """Gets one."""
+        own_end = self.context.endpoint.channel(channel, host="driver")
+        lease = own_end.get(timeout_s=20.0)
+        own_end.ack(lease)
+        return lease.item
+
+    def ask(self, peer: str, value: Any) -> Any:
+        """Asks another rank to give a value back."""
+        return self.context.endpoint.request(peer, "probe", "echo", value, timeout_s=20.0)
 
     def listen(self, peer: str) -> Any:
         """Asks another rank and fails when that one dies: an echo, not a cause."""

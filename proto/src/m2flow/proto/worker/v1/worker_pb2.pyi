@@ -54,7 +54,7 @@ class RankPlacement(_message.Message):
     def __init__(self, device_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("id", "hello", "start", "call", "cancel", "stop", "attach", "kill")
+    __slots__ = ("id", "hello", "start", "call", "cancel", "stop", "attach", "kill", "peers")
     ID_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class SessionRequest(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     KILL_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     id: int
     hello: SessionHello
     start: StartWorker
@@ -71,7 +72,8 @@ class SessionRequest(_message.Message):
     stop: StopWorker
     attach: Attach
     kill: KillWorker
-    def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[SessionHello, _Mapping]] = ..., start: _Optional[_Union[StartWorker, _Mapping]] = ..., call: _Optional[_Union[Call, _Mapping]] = ..., cancel: _Optional[_Union[CancelCall, _Mapping]] = ..., stop: _Optional[_Union[StopWorker, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., kill: _Optional[_Union[KillWorker, _Mapping]] = ...) -> None: ...
+    peers: Peers
+    def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[SessionHello, _Mapping]] = ..., start: _Optional[_Union[StartWorker, _Mapping]] = ..., call: _Optional[_Union[Call, _Mapping]] = ..., cancel: _Optional[_Union[CancelCall, _Mapping]] = ..., stop: _Optional[_Union[StopWorker, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., kill: _Optional[_Union[KillWorker, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ...) -> None: ...
 
 class SessionHello(_message.Message):
     __slots__ = ("version", "token", "name")
@@ -84,8 +86,15 @@ class SessionHello(_message.Message):
     def __init__(self, version: _Optional[str] = ..., token: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class StartWorker(_message.Message):
-    __slots__ = ("group", "rank", "world_size", "target", "config", "devices", "environment", "run_dir", "attempt", "process")
+    __slots__ = ("group", "rank", "world_size", "target", "config", "devices", "environment", "run_dir", "attempt", "process", "token", "peers", "host")
     class EnvironmentEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class PeersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +111,9 @@ class StartWorker(_message.Message):
     RUN_DIR_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     group: str
     rank: int
     world_size: int
@@ -112,7 +124,27 @@ class StartWorker(_message.Message):
     run_dir: str
     attempt: int
     process: int
-    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., target: _Optional[str] = ..., config: _Optional[bytes] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., environment: _Optional[_Mapping[str, str]] = ..., run_dir: _Optional[str] = ..., attempt: _Optional[int] = ..., process: _Optional[int] = ...) -> None: ...
+    token: str
+    peers: _containers.ScalarMap[str, str]
+    host: str
+    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., target: _Optional[str] = ..., config: _Optional[bytes] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., environment: _Optional[_Mapping[str, str]] = ..., run_dir: _Optional[str] = ..., attempt: _Optional[int] = ..., process: _Optional[int] = ..., token: _Optional[str] = ..., peers: _Optional[_Mapping[str, str]] = ..., host: _Optional[str] = ...) -> None: ...
+
+class Peers(_message.Message):
+    __slots__ = ("group", "ranks", "addresses")
+    class AddressesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    addresses: _containers.ScalarMap[str, str]
+    def __init__(self, group: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., addresses: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Call(_message.Message):
     __slots__ = ("group", "ranks", "attached", "method", "arguments")
@@ -189,14 +221,16 @@ class SessionResponse(_message.Message):
     def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[SessionHello, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., results: _Optional[_Union[CallResults, _Mapping]] = ..., failure: _Optional[_Union[FailureReport, _Mapping]] = ..., log: _Optional[_Union[LogLine, _Mapping]] = ..., stopped: _Optional[_Union[Stopped, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("pid", "group", "rank")
+    __slots__ = ("pid", "group", "rank", "address")
     PID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     pid: int
     group: str
     rank: int
-    def __init__(self, pid: _Optional[int] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+    address: str
+    def __init__(self, pid: _Optional[int] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class CallResults(_message.Message):
     __slots__ = ("results",)

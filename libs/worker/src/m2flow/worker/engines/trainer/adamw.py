@@ -1,14 +1,19 @@
 """AdamW in one pass over memory: averaging, clipping and the update are the fused kernel's.
 
+Parameters may be cut over the ranks of a mesh: each rank keeps and moves its own pieces, and only the norm is summed.
+
 Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101); torch.optim.AdamW is the oracle.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from m2flow.worker.engines._sharding import local, part, shards, total_norm, whole
 from m2flow.worker.engines.trainer.engine import Metrics
 
 
@@ -38,9 +43,12 @@ class AdamWConfig:
 class AdamW:
     """The optimiser of named float32 parameters, whose gradients are sums until `step`."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: AdamWConfig) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: AdamWConfig, mesh: DeviceMesh | None = None
+    ) -> None:
         self._parameters = dict(parameters)
         self._config = config
+        self._mesh = mesh
         self._steps = 0
         self._first = {name: torch.zeros_like(tensor.data) for name, tensor in self._parameters.items()}
         self._second = {name: torch.zeros_like(tensor.data) for name, tensor in self._parameters.items()}
@@ -55,8 +63,8 @@ class AdamW:
         names = [name for name, tensor in self._parameters.items() if tensor.grad is not None]
         if not names:
             return {"grad_norm": 0.0, "lr": lr}
-        grads: list[Tensor] = [self._parameters[name].grad for name in names]  # type: ignore[misc]
-        norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))) / weight
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([self._grad(name) for name in names])))
+        norm = float(norm if self._mesh is None else total_norm(norm, self._mesh)) / weight
         divisor = weight * max(1.0, norm / self._config.max_grad_norm)
         for decayed in (False, True):
             chosen = [name for name in names if (self._parameters[name].ndim > 1) == decayed]
@@ -67,13 +75,13 @@ class AdamW:
         return {"grad_norm": norm, "lr": lr}
 
     def _update(self, names: list[str], lr: float, decay: float, divisor: float) -> None:
-        parameters = [self._parameters[name].data for name in names]
+        parameters = [local(self._parameters[name].data) for name in names]
         device = parameters[0].device
         torch._fused_adamw_(
             parameters,
-            [self._parameters[name].grad for name in names],  # type: ignore[misc]
-            [self._first[name] for name in names],
-            [self._second[name] for name in names],
+            [self._grad(name) for name in names],
+            [local(self._first[name]) for name in names],
+            [local(self._second[name]) for name in names],
             [],
             [torch.tensor(self._steps, dtype=torch.float32, device=device)] * len(names),
             lr=lr,
@@ -87,27 +95,41 @@ class AdamW:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Live tensors under `param.`, `first.` and `second.` names, and `steps`, int64 []."""
-        state = {"steps": torch.tensor(self._steps)}
-        for kind, tensors in self._kinds().items():
-            state |= {f"{kind}.{name}": tensor for name, tensor in tensors.items()}
-        return state
+        """Tensors under `param.`, `first.` and `second.` names, and `steps`, int64 []: live, or gathered over ranks."""
+        return {name: whole(tensor) for name, tensor in self._state().items()}
+
+    def shards(self) -> dict[str, Any]:
+        """The same, as far as it is here, live: see `Worker.shards`."""
+        return shards(self._state())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy a saved state in; nothing is changed when it does not fit (ValueError)."""
-        targets = {f"{kind}.{name}": tensor for kind, named in self._kinds().items() for name, tensor in named.items()}
-        wrong = sorted((targets.keys() | {"steps"}) ^ state.keys())
+        targets = self._state()
+        wrong = sorted(targets.keys() ^ state.keys())
         wrong += [name for name, tensor in targets.items() if name in state and state[name].shape != tensor.shape]
         if wrong:
             raise ValueError(f"optimiser state: {len(wrong)} names or shapes differ, first {wrong[:3]}: same model?")
-        for name, tensor in targets.items():
-            tensor.copy_(state[name])
-        self._steps = int(state["steps"])
+        self.load_shards({name: part(targets[name], value) for name, value in state.items()})
+
+    def load_shards(self, state: Mapping[str, Tensor]) -> None:
+        """Copy some of the state in, cut as it is here."""
+        targets = self._state()
+        for name, value in state.items():
+            local(targets[name]).copy_(value)
+        if "steps" in state:
+            self._steps = int(state["steps"])
 
     def resident_bytes(self) -> int:
         """Bytes of the two averages."""
-        return sum(tensor.nbytes for kind in (self._first, self._second) for tensor in kind.values())
+        return sum(local(tensor).nbytes for kind in (self._first, self._second) for tensor in kind.values())
 
-    def _kinds(self) -> dict[str, dict[str, Tensor]]:
+    def _grad(self, name: str) -> Tensor:
+        grad = self._parameters[name].grad
+        assert grad is not None
+        return local(grad)
+
+    def _state(self) -> dict[str, Tensor]:
         live = {name: tensor.data for name, tensor in self._parameters.items()}
-        return {"param": live, "first": self._first, "second": self._second}
+        kinds = {"param": live, "first": self._first, "second": self._second}
+        state = {f"{kind}.{name}": tensor for kind, named in kinds.items() for name, tensor in named.items()}
+        return {"steps": torch.tensor(self._steps), **state}

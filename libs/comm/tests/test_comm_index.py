@@ -153,6 +153,16 @@ def test_a_batch_that_waits_does_not_keep_others_from_items() -> None:
     assert batch.waits
 
 
+@pytest.mark.parametrize("capacity", [0, 8])
+def test_a_batch_that_waits_is_whole_though_items_come_several_at_once(capacity: int) -> None:
+    q = Driver(capacity=capacity)
+    batch = q.get(4)
+    q.put("1", "2", "3")
+    assert batch.waits
+    q.put("4", "5")
+    assert batch.ids == ["1", "2", "3", "4"]
+
+
 def test_a_batch_takes_what_has_arrived_once_the_least_is_there() -> None:
     q = Driver()
     assert q.get(5, at_least=0).ids == []

@@ -415,7 +415,7 @@ class ChannelIndex:
         """Says whether a view is given out although it holds less than was asked for: more may never come."""
         if self.closed or self.members.all_closed() or self.members.lost_owing(wanted.iteration):
             return True
-        if self._waiting.puts and self._waiting.puts[0].entries and len(self._queue) >= self.capacity:
+        if 0 < self.capacity <= len(self._queue) and self._waiting.puts and self._waiting.puts[0].entries:
             return True
         if wanted.iteration is not None:
             return self.members.over(wanted.iteration)

@@ -158,7 +158,7 @@ def _capacities(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Itera
     capacity, entering = {}, {}
     for name in plans:
         ports = tuple(graph.workers_before(name))
-        capacity[name] = inbox_capacity(plan, ports, graph.into(name))
+        capacity[name] = inbox_capacity(graph, plan, name)
         entering[name] = sum(graph.volume_out(port) for port in ports)
         if capacity[name]:
             yield from _crowding(graph, plan, name, ports, capacity[name], entering[name])

@@ -42,7 +42,7 @@ def _piped(
         inbox=replace(
             stage.inbox,
             routed=is_routed(graph, stage.name, num_ranks),
-            capacity=inbox_capacity(plan, stage.inbox.ports, graph.into(stage.name)),
+            capacity=inbox_capacity(graph, plan, stage.name),
         ),
     )
 
@@ -57,8 +57,15 @@ def is_routed(graph: Graph, name: str, num_ranks: int) -> bool:
     return num_ranks > 1 and (meets or stays or in_step or stage.order_window > 0)
 
 
-def inbox_capacity(plan: pb.ExecutionPlan, ports: tuple[str, ...], edges: set[tuple[str, str]]) -> int:
-    """Items that an inbox may hold: the sum over its producers, without bound (0) where one of them has none."""
+def inbox_capacity(graph: Graph, plan: pb.ExecutionPlan, name: str) -> int:
+    """Items that a stage's inbox may hold: the sum over its producers, without bound (0) where one of them has none.
+
+    What goes round a loop always finds room: there is no more of it than has entered, and whoever waited for room
+    would wait for itself.
+    """
+    if name in graph.in_cycles:
+        return 0
+    ports, edges = graph.workers_before(name), graph.into(name)
     held = {edge.producer: edge.capacity for edge in plan.edges if (edge.producer, edge.consumer) in edges}
     capacities = [held.get(port, 0) for port in ports]
     return sum(capacities) if capacities and all(capacities) else 0

@@ -9,10 +9,9 @@ from m2flow.comm import Endpoint
 from m2flow.flow import lower, temporal_plan
 from m2flow.flow._mail import inbox_channel
 from m2flow.flow._outlet import Outlet, Tally
-from m2flow.flow._services import serve
 from m2flow.flow.runner import RankRunner
 from m2flow.flow.testing import SyntheticRollout, grpo_graph
-from m2flow.worker import Cluster, Item, WorkerContext
+from m2flow.worker import Cluster, Item, LockServer, WorkerContext
 
 ITERATION = 3
 
@@ -56,7 +55,7 @@ def test_a_restarted_rank_catches_up_before_the_first_call_that_reaches_it(ends,
     cluster = Cluster.virtual(1)
     graph = grpo_graph(source_items=2, samples=2)
     flow = lower(graph, temporal_plan(graph, cluster))
-    serve(ends["driver"])
+    LockServer(ends["driver"])
     for name in ("rollout.generate", "reward.score"):
         producers = [end for port in flow.stage(name).inbox.ports for end in flow.endpoints(port)]
         ends["driver"].host_channel(inbox_channel(0, name), producers=producers, consumers=flow.endpoints(name))
@@ -68,7 +67,9 @@ def test_a_restarted_rank_catches_up_before_the_first_call_that_reaches_it(ends,
 
     worker = Journal({"samples": 2})
     worker.setup()
-    worker.context = WorkerContext("rollout", 0, 1, tuple(cluster.devices), ends["rollout.0"], tmp_path, attempt=1)
+    worker.context = WorkerContext(
+        "rollout", 0, 1, tuple(cluster.devices), ends["rollout.0"], tmp_path, ends.get, attempt=1
+    )
     runner = RankRunner(worker, worker.context, 0)
     if first == "begin":
         runner.begin(ITERATION, flow)

@@ -337,3 +337,33 @@ def test_idle_time_has_its_causes(threads):
     assert rollout["waiting for weights"] >= 0.7 * actor["busy"]
     assert actor["waiting for input"] >= 0.7 * rollout["busy"]
     assert all(line.unattributed < 0.05 for line in lines)
+
+
+@pytest.mark.medium
+def test_after_a_silence_the_watchdog_hears_what_waits_where(capsys):
+    graph = make_graph(rollout={"seconds": 1.0, "tail_every": 1}, actor={"minibatch": PROMPTS})
+    cluster = Cluster.virtual(1)
+    with (
+        launch_run(cluster, launcher="inproc", silence_s=0.4) as session,
+        Runtime(graph, temporal_plan(graph, cluster), session) as runtime,
+    ):
+        runtime.start()
+        runtime.run(0, prompts(0))
+    assert f"iteration 0: rollout.generate: 0 items wait for it, {PROMPTS} are with it" in capsys.readouterr().err
+
+
+@pytest.mark.medium
+def test_what_a_worker_holds_is_claimed_for_as_long_as_it_is_there():
+    graph, cluster = make_graph(rollout={"bytes": 600}, actor={"bytes": 600}), Cluster.virtual(1, memory_bytes=1000)
+    with launch_run(cluster, launcher="inproc") as session:
+        with Runtime(graph, temporal_plan(graph, cluster), session) as runtime:
+            runtime.start()
+            runtime.run(0, prompts(0))
+            assert session.residency.held() == {}
+            with runtime.loaded("rollout"):
+                assert session.residency.held() == {0: {"rollout.0": 600}}
+        with (
+            Runtime(graph, spatial_plan(graph, cluster), session) as runtime,
+            pytest.raises(WorkerFailed, match=r"asks for 600 bytes on .* want at most 400"),
+        ):
+            runtime.start()

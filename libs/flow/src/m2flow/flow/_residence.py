@@ -1,4 +1,4 @@
-"""Whether a worker is on its devices, and what waits for it to be there again."""
+"""Whether a worker is on its devices, what memory it has there, and what waits for it to be there again."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from m2flow.flow._spans import Recorder
 from m2flow.proto.flow.v1 import flow_pb2 as pb
-from m2flow.worker import Worker, WorkerContext
+from m2flow.worker import Worker, WorkerContext, claim_memory
 
 
 class Residence:
@@ -19,6 +19,9 @@ class Residence:
         self._mutex = threading.Lock()
         self._inside = 0
         self._loaded = True
+        # Bytes on each device: what it takes when it is there, and what is claimed for it now.
+        self._size_bytes = 0
+        self._claimed_bytes = 0
         self._weights: tuple[str, int, Callable[[], None]] | None = None
         self._entered: dict[str, int] = {}
         self._entry = threading.Condition()
@@ -41,6 +44,7 @@ class Residence:
                     with self._context.turn, self._recorder.span(pb.SPAN_KIND_OFFLOAD, stage, iteration):
                         self._worker.offload()
                     self._loaded = False
+                    self._claim(self._worker.resident_bytes())
 
     def await_entry(self, stage: str, iteration: int, timeout_s: float) -> None:
         """Waits until `stage` has entered in this iteration, so that it finds the worker loaded; or gives up."""
@@ -57,22 +61,31 @@ class Residence:
     def rest(self, *, offload: bool) -> None:
         """Brings a worker outside of any turn to where it belongs: off its devices where it shares them."""
         with self._mutex:
-            if self._inside or self._loaded is not offload:
-                return
-            with self._context.turn:
-                if offload:
-                    self._worker.offload()
-                else:
-                    self._worker.onload()
-            self._loaded = not offload
+            if self._loaded is offload and not self._inside:
+                with self._context.turn:
+                    if offload:
+                        self._size_bytes = self._worker.resident_bytes()
+                        self._worker.offload()
+                    else:
+                        self._worker.onload()
+                self._loaded = not offload
+            self._claim(self._worker.resident_bytes())
 
     def _load(self, stage: str, iteration: int) -> None:
         if not self._loaded:
+            # Refused, where it would not fit, before it is there.
+            self._claim(self._size_bytes)
             with self._context.turn, self._recorder.span(pb.SPAN_KIND_ONLOAD, stage, iteration) as span:
                 self._worker.onload()
-                span.peak_bytes = self._worker.resident_bytes()
+                span.peak_bytes = self._size_bytes = self._worker.resident_bytes()
             self._loaded = True
+            self._claim(self._size_bytes)
         self._load_weights()
+
+    def _claim(self, size_bytes: int) -> None:
+        if size_bytes != self._claimed_bytes:
+            claim_memory(self._context.endpoint, self._context.device_ids, size_bytes)
+            self._claimed_bytes = size_bytes
 
     def _load_weights(self) -> None:
         if self._weights is None:

@@ -5,17 +5,20 @@ from weakref import WeakKeyDictionary
 
 from m2flow.comm import Endpoint
 from m2flow.flow._quota import QuotaBoard
-from m2flow.worker import LockServer
+from m2flow.worker import LockServer, Session
 
 _mutex = threading.Lock()
 _boards: "WeakKeyDictionary[Endpoint, QuotaBoard]" = WeakKeyDictionary()
 
 
-def serve(endpoint: Endpoint) -> QuotaBoard:
-    """Serves lock and quotas at a driver's endpoint; a session that had a runtime before serves them already."""
+def serve(session: Session) -> QuotaBoard:
+    """Serves lock and quotas at the driver's endpoint; a session that had a runtime before serves them already.
+
+    The lock is a witness of the session's watchdog: after a silence it says who waits for whose devices.
+    """
     with _mutex:
-        board = _boards.get(endpoint)
+        board = _boards.get(session.endpoint)
         if board is None:
-            LockServer(endpoint)
-            board = _boards[endpoint] = QuotaBoard(endpoint)
+            session.watchdog.add_witness(LockServer(session.endpoint).waits)
+            board = _boards[session.endpoint] = QuotaBoard(session.endpoint)
         return board

@@ -8,6 +8,7 @@ from m2flow.comm import CommError, Endpoint, TimeoutError_
 from m2flow.flow._inbox import Inbox
 from m2flow.flow._mail import inbox_channel
 from m2flow.flow._outlet import Outlet, Tally
+from m2flow.flow._pulse import Pulse
 from m2flow.flow._quota import QuotaBoard, QuotaMaker
 from m2flow.flow.errors import RunStopped
 from m2flow.flow.microflow import DRIVER, MicroFlow, Op
@@ -38,7 +39,9 @@ class Pending:
         more: More | None,
         epoch_ns: int,
         on_over: Callable[["Pending"], None],
+        stir: Callable[[], None],
     ) -> None:
+        """`on_over` hears of its end, `stir` of every sign of life before."""
         self.iteration = iteration
         self._flow = flow
         self._endpoint = endpoint
@@ -50,6 +53,7 @@ class Pending:
         self._start_ns = time.monotonic_ns() - epoch_ns
         source = next(stage.name for stage in flow.stages if stage.kind == "source")
         self._outlet = Outlet(flow, source, endpoint, Tally())
+        self._pulse = Pulse(flow, endpoint, stir)
         self._quotas = [op for stage in flow.stages for op in stage.inbox.ops if op.kind == "first"]
         self._num_fed = 0
         self._handles: list[CallHandle] = []
@@ -96,13 +100,12 @@ class Pending:
         timeline.spans.sort(key=lambda span: (span.start_ns, span.end_ns))
         return IterationResult(self.iteration, outputs, timeline, dict(lost), self._start_ns, end_ns)
 
+    def waits(self) -> list[str]:
+        """What waits in front of which stage, a line each. Blocks for the channels' answers."""
+        return [f"iteration {self.iteration}: {line}" for line in self._pulse.waits()]
+
     def _feed(self, items: Sequence[Item]) -> None:
-        for number, item in enumerate(items, start=self._num_fed):
-            if item.seq != (number,) or item.iteration != self.iteration:
-                want = f"{self.iteration}:{number}"
-                raise ValueError(
-                    f"submit: got item {item.id}, want {want}: Item(({number},), {self.iteration}, fields)"
-                )
+        self._check(items)
         self._outlet.put(items, [0] * len(items), self.iteration)
         self._num_fed += len(items)
 
@@ -161,6 +164,7 @@ class Pending:
 
     def _raise_failure(self) -> None:
         """Raises the failure of a rank that has failed; RunStopped where one says that it was stopped."""
+        self._pulse.feel()
         for handle in self._handles:
             if handle.done() and any(answer.get("stopped") for answer in handle.result()):
                 raise RunStopped(f"iteration {self.iteration}: the run was stopped while {handle.name} waited for it")

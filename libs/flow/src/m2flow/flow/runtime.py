@@ -46,7 +46,8 @@ class Runtime:
         self._next = 0
         self._under_way: list[Pending] = []
         self._stopped = False
-        self._board = serve(session.endpoint)
+        self._board = serve(session)
+        session.watchdog.add_witness(lambda now_s: [line for pending in self._under_way for line in pending.waits()])
 
     def __enter__(self) -> "Runtime":
         return self
@@ -87,6 +88,7 @@ class Runtime:
             more=more,
             epoch_ns=self._epoch_ns,
             on_over=self._under_way.remove,
+            stir=self._session.watchdog.stir,
         )
         pending.begin(items)
         self._under_way.append(pending)

@@ -82,6 +82,10 @@ class SyntheticRollout(Worker):
         time.sleep(self.config.get("switch_s", 0.0))
         self._loaded = False
 
+    def resident_bytes(self) -> int:
+        """What `bytes` says, while it is loaded."""
+        return int(self.config.get("bytes", 0)) if self._loaded else 0
+
     def version(self) -> int:
         """The version of its weights."""
         return self._version
@@ -160,6 +164,10 @@ class SyntheticActor(Worker):
         """Sleeps as long as a real one would copy."""
         time.sleep(self.config.get("switch_s", 0.0))
         self._loaded = False
+
+    def resident_bytes(self) -> int:
+        """What `bytes` says, while it is loaded."""
+        return int(self.config.get("bytes", 0)) if self._loaded else 0
 
     def weights(self) -> list[float]:
         """The weights as numbers."""

@@ -7,6 +7,7 @@ import pytest
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched import InfeasibleError, InputError, best_plan, plan
+from m2flow.sched._workflow import reduce_graph
 
 Make = Callable[..., sched_pb2.PlanRequest]
 GIB = 2.0**30
@@ -144,3 +145,23 @@ def test_contradictions_are_named(
     change(request)
     with pytest.raises(InputError, match=message):
         plan(request)
+
+
+def test_a_join_costs_nothing_and_passes_each_item_once() -> None:
+    graph = flow_pb2.WorkflowGraph(name="ppo", source_items=8)
+    graph.groups.add(name="critic")
+    graph.groups.add(name="actor")
+    graph.stages.add(name="prompts", kind=flow_pb2.STAGE_KIND_SOURCE)
+    graph.stages.add(name="values", kind=flow_pb2.STAGE_KIND_WORK, group="critic")
+    graph.stages.add(name="logprobs", kind=flow_pb2.STAGE_KIND_WORK, group="actor")
+    graph.stages.add(name="join", kind=flow_pb2.STAGE_KIND_JOIN)
+    graph.stages.add(name="train", kind=flow_pb2.STAGE_KIND_WORK, group="actor")
+    for ends in ("prompts values", "prompts logprobs", "values join", "logprobs join", "join train"):
+        producer, consumer = ends.split()
+        graph.streams.add(producer=producer, consumer=consumer)
+    workflow = reduce_graph(graph)
+    assert workflow.volumes["train"] == 8
+    assert {(workflow.nodes[e.producer].name, workflow.nodes[e.consumer].name) for e in workflow.edges} == {
+        ("values", "train"),
+        ("logprobs", "train"),
+    }

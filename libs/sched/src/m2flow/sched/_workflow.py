@@ -18,6 +18,7 @@ _PASSIVE = {
     flow_pb2.STAGE_KIND_BARRIER,
     flow_pb2.STAGE_KIND_SINK,
     flow_pb2.STAGE_KIND_MERGE,
+    flow_pb2.STAGE_KIND_JOIN,
 }
 
 

@@ -166,16 +166,20 @@ def workloads() -> list[Workload]:
 
 
 def profile(workload: Workload) -> sched_pb2.Profile:
-    """What a profiler would have measured: the cost models, asked for some sizes on some numbers of devices."""
+    """What a profiler would have measured: the cost models, asked for all sizes that plans choose from.
+
+    One item on many devices takes as long as on one: without the small sizes, a planner would think that it scales.
+    """
     found = sched_pb2.Profile(model=workload.name, hardware=KIND, version="1", transfer_latency_s=0.002)
     graph = workload.graph()
-    sizes = sorted({1, 2, 4} & set(range(workload.num_devices + 1)) | {workload.num_devices})
+    sizes = range(1, workload.num_devices + 1)
     for stage in (s for s in graph.stages.values() if s.group and s.method):
         spec = workload.groups[stage.group]
         volume = graph.volume(stage.name)
-        for devices, part in product(sizes, (1, 2, 4, 8)):
-            times = _times(spec, stage.method, max(1, volume // part), devices)
-            sample = found.samples.add(stage=stage.name, devices=devices, items=max(1, volume // part))
+        calls = sorted({volume, *(1 << power for power in range(volume.bit_length()))})
+        for devices, items in product(sizes, calls):
+            times = _times(spec, stage.method, items, devices)
+            sample = found.samples.add(stage=stage.name, devices=devices, items=items)
             sample.seconds = times[-1] + spec.config.fixed_s
         if stage.method == "generate":
             times = _times(spec, stage.method, volume, workload.num_devices)

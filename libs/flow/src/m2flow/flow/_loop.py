@@ -175,11 +175,13 @@ class StageLoop:
 
     def _pulled(self, chunk: Chunk) -> Iterator[Item]:
         """Lets the stage pull; yields what it gives and the tombstones that pass it by."""
-        inbox = Pull(chunk.items, partial(self._extend, chunk))
-        for item in self._checked(self._method(inbox)):
-            yield item
-            dead, chunk.dead = chunk.dead, []
-            yield from dead
+        points = self._unit.safe_points
+        inbox = Pull(chunk.items, partial(self._extend, chunk), points.reach)
+        with points.during():
+            for item in self._checked(self._method(inbox)):
+                yield item
+                dead, chunk.dead = chunk.dead, []
+                yield from dead
         if inbox.num_left:
             raise RunError(
                 f"{self._stage.name}: the stage returned and left {inbox.num_left} items, want it to take all"

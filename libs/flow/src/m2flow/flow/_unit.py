@@ -13,6 +13,7 @@ from m2flow.flow._orphans import Orphans
 from m2flow.flow._outlet import Tally
 from m2flow.flow._quota import QuotaMaker
 from m2flow.flow._residence import Residence
+from m2flow.flow._safe_points import SafePoints
 from m2flow.flow._spans import Recorder
 from m2flow.flow.errors import RunStopped
 from m2flow.flow.microflow import DRIVER, MicroGroup, MicroStage
@@ -32,6 +33,7 @@ class Unit:
         self.sender = ThreadPoolExecutor(64, thread_name_prefix="flow:sender")
         self.residence = Residence(worker, context, recorder)
         self.orphans = Orphans()
+        self.safe_points = SafePoints()
         self._lock = DeviceLock(context.endpoint, host=DRIVER)
         self._weights = threading.Condition()
         self._version = -1

@@ -51,7 +51,8 @@ class Reception:
     def receive(self, iteration: int, version: int) -> None:
         """Waits for `version` to be staged and gives it to the worker. Blocks.
 
-        A worker that stays on its devices loads it in a turn of its own; one that comes and goes, when it is there.
+        A worker in a call that comes to safe points loads it at the next one. Else one that stays on its devices loads
+        it in a turn of its own, and one that comes and goes, when it is there.
         """
         stage, unit = self._stage, self._unit
         with unit.recorder.span(pb.SPAN_KIND_WAIT_WEIGHTS, stage.name, iteration):
@@ -61,10 +62,16 @@ class Reception:
         def load() -> None:
             unit.worker.load_weights(weights, version)  # type: ignore[attr-defined]
 
-        if group.offload:
-            unit.residence.take_weights(stage.name, iteration, load)
-        else:
-            with unit.enter(stage, group, iteration), unit.running(stage.name, iteration) as span:
+        def load_between_steps() -> None:
+            with unit.running(stage.name, iteration) as span:
                 span.items = 1
                 load()
+
+        if unit.safe_points.offer(load_between_steps):
+            pass
+        elif group.offload:
+            unit.residence.take_weights(stage.name, iteration, load)
+        else:
+            with unit.enter(stage, group, iteration):
+                load_between_steps()
         unit.have_weights(version)

@@ -309,13 +309,14 @@ class Glue:
         return sum(lacks) + items - len(lacks)
 
     def _operation(self, op: Op) -> Operation:
+        lost = self.lost if op.counts else Counter[str]()
         match op.kind:
             case "map":
                 return Map(op)
             case "filter":
                 return Filter(op)
             case "gather":
-                return Gather(op, self.lost)
+                return Gather(op, lost)
             case "barrier":
                 return Barrier(op)
             case "enter":
@@ -325,7 +326,7 @@ class Glue:
             case "join":
                 return Join(op)
             case "first" if self._quota is not None:
-                return self._quota(op, self.lost)
+                return self._quota(op, lost)
         raise AssertionError(f"unknown glue {op.kind!r}")
 
 

@@ -17,7 +17,8 @@ DRIVER = "driver"
 class Op:
     """One piece of glue: `kind` is its word ("gather"), `inputs` the operations or producers that feed it.
 
-    A `silent` filter leaves no tombstone: what it drops in a loop goes on by the other half of the split.
+    A `silent` filter leaves no tombstone: what it drops in a loop goes on by the other half of the split. Of several
+    inboxes that run the same operation one `counts` what is lost in it.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Op:
     silent: bool = False
     count: int = 0
     carry_surplus: bool = False
+    counts: bool = True
 
 
 @register

@@ -137,6 +137,7 @@ class Pending:
         quota = QuotaMaker(self._endpoint).for_iteration(self.iteration)
         inbox = Inbox(self._flow, sink, channel, self.iteration, rank=0, quota=quota)
         outputs: list[Item] = []
+        dead: set[tuple[tuple[int, ...], str]] = set()  # one that came by several of the program's results is one
         while True:
             try:
                 chunk = inbox.next(timeout_s=_LOOK_S)
@@ -149,10 +150,11 @@ class Pending:
             if chunk is None:
                 break
             outputs += chunk.items
-            lost.update(item.tombstone for item in chunk.dead)
+            dead |= {(item.seq, item.tombstone) for item in chunk.dead}
             inbox.ack(chunk)
         inbox.ack_rest()
         lost.update(inbox.lost)
+        lost.update(reason for _, reason in dead)
         return sorted(outputs, key=lambda item: item.seq)
 
     def _await_failure(self) -> None:

@@ -294,6 +294,48 @@ class SyntheticEngine(Worker):
                 yield _acted(item)
 
 
+class SyntheticDecoder(Worker):
+    """Samples completions token by token, up to `lanes` side by side, `seconds` a step; weights may change between two.
+
+    A prompt has `length` tokens to come; `token_versions` says with which version each was made.
+    """
+
+    on_death: ClassVar[Literal["retry", "drop", "stop"]] = "retry"
+
+    def setup(self) -> None:
+        """Starts without weights."""
+        self._version = -1
+
+    @stage
+    def generate(self, inbox: Inbox) -> Iterator[Item]:
+        """Each prompt as a group of one completion, as soon as it is whole."""
+        lanes, length = int(self.config.get("lanes", 4)), int(self.config.get("length", 8))
+        running: dict[str, tuple[Item, list[int]]] = {}
+        while True:
+            running |= {item.id: (item, []) for item in inbox.take(lanes - len(running))}
+            if not running:
+                return
+            time.sleep(float(self.config.get("seconds", 0.0)))
+            for item, versions in list(running.values()):
+                versions.append(self._version)
+                if len(versions) == length:
+                    del running[item.id]
+                    ids = np.arange(length, dtype=np.int32)
+                    yield item.child(
+                        0,
+                        1,
+                        "prompt",
+                        completion_ids=ids,
+                        token_versions=versions,
+                        policy_version=versions[0],
+                        reward=1.0,
+                    )
+
+    def load_weights(self, weights: Mapping[str, NDArray[np.float64]], version: int) -> None:
+        """Notes the version."""
+        self._version = version
+
+
 def _die(worker: Worker, items: list[Item]) -> None:
     """Ends the process where a first life is told to die in this iteration, at an episode's second or third turn."""
     now = not worker.context.attempt and items[0].iteration == worker.config.get("die_at")

@@ -7,6 +7,7 @@ from m2flow.flow.stream import Stream
 from m2flow.flow.synthetic import (
     SyntheticActor,
     SyntheticCritic,
+    SyntheticDecoder,
     SyntheticEngine,
     SyntheticEnvironment,
     SyntheticPolicy,
@@ -21,6 +22,7 @@ __all__ = [
     "FakeSpec",
     "SyntheticActor",
     "SyntheticCritic",
+    "SyntheticDecoder",
     "SyntheticEngine",
     "SyntheticEnvironment",
     "SyntheticPolicy",
@@ -35,6 +37,7 @@ __all__ = [
     "grpo_graph",
     "has_turns_left",
     "is_first_odd",
+    "is_fresh",
     "is_live",
     "is_mixed",
     "mean_reward",
@@ -77,6 +80,11 @@ def mean_reward(group: Item) -> Item:
     rewards = [float(member.fields["reward"]) for member in group.members]
     mean = sum(rewards) / len(rewards)
     return group.with_fields(advantages=[reward - mean for reward in rewards])
+
+
+def is_fresh(item: Item) -> bool:
+    """Whether a sample was made with the newest weights that its iteration could have."""
+    return int(item.fields["policy_version"]) >= item.iteration
 
 
 def is_mixed(group: Item) -> bool:

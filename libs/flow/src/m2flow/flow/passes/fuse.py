@@ -3,7 +3,8 @@
     before   reward.score -> [gather] -> [map] -> actor.train         three channels, two of them between functions
     after    reward.score -> actor.train (gather | map)               one channel; glue runs at its consumer
 
-Glue that several stages consume is run by each of them: it is pure, and cheaper than a process and a copy.
+Glue that several stages consume is run by each of them: it is pure, and cheaper than a process and a copy. The first of
+them counts what is lost in it.
 """
 
 from dataclasses import replace
@@ -18,8 +19,14 @@ _GLUE = frozenset({"map", "filter", "gather", "barrier", "merge", "join"})
 def fuse(flow: MicroFlow, graph: Graph, plan: pb.ExecutionPlan) -> MicroFlow:
     """Returns the flow without glue stages: their operations are in their consumers' inboxes, in order."""
     glue = {stage.name: stage for stage in flow.stages if stage.kind in _GLUE}
-    kept = tuple(replace(stage, inbox=_absorb(stage.inbox, glue)) for stage in flow.stages if stage.name not in glue)
-    return replace(flow, stages=kept)
+    kept: list[MicroStage] = []
+    counted: set[str] = set()
+    for stage in (stage for stage in flow.stages if stage.name not in glue):
+        inbox = _absorb(stage.inbox, glue)
+        ops = tuple(replace(op, counts=op.name not in counted) for op in inbox.ops)
+        counted |= {op.name for op in ops}
+        kept.append(replace(stage, inbox=replace(inbox, ops=ops)))
+    return replace(flow, stages=tuple(kept))
 
 
 def _absorb(inbox: Inbox, glue: dict[str, MicroStage]) -> Inbox:

@@ -19,6 +19,8 @@ KIND = "virtual"
 SAMPLES = 4
 # Stretches every cost: the runtime's own work, some milliseconds of CPU for each item, shrinks beside it.
 SCALE = 3.0
+# The iteration whose items the profile is of: each has tails of its own.
+PROFILED = 1
 
 
 @dataclass(frozen=True)
@@ -182,8 +184,9 @@ def profile(workload: Workload) -> sched_pb2.Profile:
             sample = found.samples.add(stage=stage.name, devices=devices, items=items)
             sample.seconds = times[-1] + spec.config.fixed_s
         if stage.method == "generate":
-            times = _times(spec, stage.method, volume, workload.num_devices)
-            marks = [at / 10 for at in range(11)]
+            # As on the half of the devices that a spatial plan would give it: a rank's lanes finish in waves.
+            times = _times(spec, stage.method, volume, max(1, workload.num_devices // 2))
+            marks = [at / 40 for at in range(41)]
             done = [sum(t <= mark * times[-1] for t in times) / len(times) for mark in marks]
             found.curves.add(stage=stage.name, time_fraction=marks, item_fraction=done)
     for name, spec in workload.groups.items():
@@ -194,15 +197,16 @@ def profile(workload: Workload) -> sched_pb2.Profile:
 
 
 def _times(spec: GroupSpec, method: str, num_items: int, devices: int) -> list[float]:
-    """When the items of one call of the whole group finish, in order: ranks share the call evenly."""
-    items = [Item((n,), 1) for n in range(num_items)]
+    """When the items of one call of the whole group finish, in order: each rank takes the next even share of them."""
+    items = [Item((n,), PROFILED) for n in range(num_items)]
     wide = spec.devices_per_rank is None
     num_ranks = 1 if wide else devices
     worker = SyntheticWorker(spec.config)
     worker.context = SimpleNamespace(devices=range(devices if wide else 1))
     times = []
     for rank in range(num_ranks):
-        own = items[rank::num_ranks]
+        share = -(-num_items // num_ranks)
+        own = items[rank * share : (rank + 1) * share]
         if method == "generate":
             own = [item.child(index, SAMPLES, "prompt") for item in own for index in range(SAMPLES)]
         times += [at for at, _ in worker.schedule(own)]

@@ -12,7 +12,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from _workloads import KIND, Workload, profile, workloads
+from _workloads import KIND, PROFILED, Workload, profile, workloads
 
 from m2flow import sched
 from m2flow.flow import PlanError, Runtime, account, check_plan, temporal_plan
@@ -20,7 +20,6 @@ from m2flow.proto.flow.v1 import flow_pb2 as pb
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.worker import launch_run
 
-ITERATIONS = 3
 COMMAND = "nox -s bench -- flow"
 
 
@@ -49,14 +48,14 @@ def predict(workload: Workload, plan: pb.ExecutionPlan) -> float:
 
 
 def measure(workload: Workload, plan: pb.ExecutionPlan) -> tuple[float, float]:
-    """The best of some iterations after the first, and the worst device's time without a cause in it."""
+    """The iteration that was profiled, after one that warms up, and the worst device's time without a cause in it."""
     cluster, graph = workload.cluster(), workload.graph()
     with launch_run(cluster, launcher="inproc") as session, Runtime(graph, plan, session) as runtime:
         runtime.start()
-        results = [runtime.run(number, workload.items(number)) for number in range(ITERATIONS)]
-    best = min(results[1:], key=lambda result: result.seconds)
-    lines = account(best.timeline, best.start_ns, best.end_ns, range(workload.num_devices))
-    return best.seconds, max(line.unattributed for line in lines)
+        for number in range(PROFILED + 1):
+            result = runtime.run(number, workload.items(number))
+    lines = account(result.timeline, result.start_ns, result.end_ns, range(workload.num_devices))
+    return result.seconds, max(line.unattributed for line in lines)
 
 
 def row(name: str, value: float, unit: str, *, peer: str, ratio: float, target: str, holds: bool) -> dict[str, Any]:

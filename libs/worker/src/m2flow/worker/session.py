@@ -352,8 +352,7 @@ class Session:
             if known is not None:  # Its group may have been stopped since.
                 known.answered(result.call_id)
                 known.num_failures = 0
-        handle.answer(result.rank, Outcome(result.value, result.seconds, dict(result.timers)))
-        if handle.done():
+        if handle.answer(result.rank, Outcome(result.value, result.seconds, dict(result.timers))):
             with self._mutex:
                 self._handles.pop(result.call_id, None)
 

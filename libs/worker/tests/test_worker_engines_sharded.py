@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from m2flow.worker import Cluster, Session, WorkerFailed, WorkerGroup, launch_run
+from m2flow.worker import AgentAddress, Cluster, Session, WorkerFailed, WorkerGroup, launch_run
 from m2flow.worker.engines.testing import reference_logprobs, save_tiny_model
 from m2flow.worker.engines.trainer.testing import TrainerProbe
+from m2flow.worker.testing.served import served
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(120)]
 
@@ -18,11 +19,19 @@ SAMPLES = [[[5, 6, 7], [10, 11, 12]], [[5, 6, 7], [10, 13]], [[5, 6, 9], [20]]]
 WEIGHT = 6.0
 
 
-@pytest.fixture
-def session() -> Iterator[Session]:
+@pytest.fixture(scope="module")
+def run() -> Iterator[Session]:
+    """One run for all that need no other: torch is imported once."""
     cluster = Cluster.virtual(2)
     with launch_run(cluster, preload=["m2flow.worker.engines.trainer.testing"], on_log=lambda *_: None) as started:
         yield started
+
+
+@pytest.fixture
+def session(run: Session) -> Iterator[Session]:
+    yield run
+    for group in list(run.groups.values()):
+        run.stop(group)
 
 
 def started(session: Session, path: Path, placement: str, name: str = "trainer") -> WorkerGroup:
@@ -87,6 +96,21 @@ def test_a_whole_state_is_loaded_by_each_rank_in_part(session: Session, tmp_path
     (state,) = one.state().result(60)
     two.restore({name: torch.as_tensor(tensor) for name, tensor in state.items()}).wait(60)
     assert two.digests().result(60) == one.digests().result(60) * 2
+
+
+def test_ranks_of_two_machines_train_together(tmp_path: Path) -> None:
+    """The other machine is this one, joined by address."""
+    cluster = Cluster.virtual(1).with_resource("slot").with_resource("slot", node="far")
+    target = "m2flow.worker.engines.trainer.testing:TrainerProbe"
+    config = {"path": str(save_tiny_model(tmp_path)), "microbatch_tokens": 6}
+    with served(target, "127.0.0.1:0", "t") as (_, address):
+        agents = {"far": AgentAddress(address, "t")}
+        with launch_run(cluster, agents=agents, on_log=lambda *_: None) as session:
+            two = session.start(TrainerProbe.group(config, device_kind="slot"), "label=slot")
+            first, second = two.train(SAMPLES, WEIGHT).result(60)
+            assert first["grad_norm"] == second["grad_norm"] > 0
+            digests = two.digests().result(60)
+            assert digests[0] == digests[1]
 
 
 def test_threads_are_no_ranks_of_a_mesh(tmp_path: Path) -> None:

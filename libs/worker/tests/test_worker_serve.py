@@ -2,11 +2,10 @@
 
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,26 +15,12 @@ import pytest
 from m2flow.worker import AgentAddress, Cluster, LaunchError, PlacementError, WorkerFailed, launch_run
 from m2flow.worker.testing import Probe, RetryProbe
 from m2flow.worker.testing.conformance import DEADLINE_S
+from m2flow.worker.testing.served import served
 
 pytestmark = pytest.mark.medium
 
 PROBE = "m2flow.worker.testing.probe:Probe"
 ROBOT = Cluster.virtual(1).with_resource("robot", node="robot-pc")
-
-
-@contextmanager
-def served(
-    target: str, address: str, token: str, prefix: Sequence[str] = ()
-) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """A worker that waits, and the address that it printed."""
-    command = [*prefix, sys.executable, "-m", "m2flow.worker", "serve", target, "--address", address]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "M2FLOW_TOKEN": token})
-    assert server.stdout is not None
-    try:
-        yield server, server.stdout.readline().strip().rpartition(" ")[2]
-    finally:
-        server.send_signal(signal.SIGINT)
-        server.communicate(timeout=20)
 
 
 def test_a_worker_started_by_hand_joins_by_address_and_waits_again_after_a_run() -> None:

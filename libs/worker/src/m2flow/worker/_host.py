@@ -104,6 +104,7 @@ class RankHost:
             run_dir=Path(order.run_dir),
             attempt=order.attempt,
             open_endpoint=open_endpoint,
+            host=order.host,
         )
         self._address = self._be_reached()
         self._lane = _Lane(order, self.context, self.context.turn, report)

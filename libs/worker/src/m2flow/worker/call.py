@@ -99,14 +99,15 @@ class CallHandle:
         yield from ended.__await__()
         return self.result()
 
-    def answer(self, rank: int, outcome: Outcome) -> None:
-        """A rank's answer, from the session."""
+    def answer(self, rank: int, outcome: Outcome) -> bool:
+        """A rank's answer, from the session; whether it was the last."""
         with self._mutex:
             self._outcomes[rank] = outcome
             if self._ended or len(self._outcomes) < len(self.ranks):
-                return
+                return False
             self._ended = True
         self._future.set_result(None)
+        return True
 
     def fail(self, failure: BaseException) -> None:
         """The end without all answers, from the session; the first end counts."""

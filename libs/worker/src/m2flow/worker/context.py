@@ -18,7 +18,8 @@ class WorkerContext:
 
     `endpoint` is this rank's presence in the run's fabric, named "group.rank". `turn` is held while one of the
     worker's own methods runs; an attached object takes it to run the worker's stages.
-    `open_endpoint` opens another, of another name, for who closes it.
+    `open_endpoint` opens another, of another name, for who closes it. `host` is where other machines reach this one,
+    empty in a run of one machine.
     `attempt` counts how often this rank was started before.
     """
 
@@ -29,6 +30,7 @@ class WorkerContext:
     endpoint: Endpoint
     run_dir: Path
     open_endpoint: Callable[[str], Endpoint]
+    host: str = ""
     attempt: int = 0
     turn: threading.RLock = field(default_factory=threading.RLock)
     _timers: threading.local = field(default_factory=threading.local)

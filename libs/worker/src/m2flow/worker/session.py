@@ -19,6 +19,7 @@ from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.worker._addresses import AddressBook
 from m2flow.worker._cause import failure_of
 from m2flow.worker._known import KnownRank
+from m2flow.worker._meeting import MeetingServer
 from m2flow.worker._verdict import Verdict
 from m2flow.worker._wire import device_to_proto, failure_from_proto, failure_report, group_key, group_of
 from m2flow.worker.call import CallHandle, Outcome
@@ -79,6 +80,7 @@ class Session:
         self.watchdog.add_witness(self._waits)
         self.watchdog.start()
         self.residency = ResidencyServer(endpoint, cluster.devices)
+        MeetingServer(endpoint)
         wiring = Wiring(directory, token, preload, endpoint, self._on_response, self._on_lost)
         self._links = dict(connect(wiring))
         try:
@@ -350,8 +352,7 @@ class Session:
             if known is not None:  # Its group may have been stopped since.
                 known.answered(result.call_id)
                 known.num_failures = 0
-        handle.answer(result.rank, Outcome(result.value, result.seconds, dict(result.timers)))
-        if handle.done():
+        if handle.answer(result.rank, Outcome(result.value, result.seconds, dict(result.timers))):
             with self._mutex:
                 self._handles.pop(result.call_id, None)
 

@@ -34,13 +34,13 @@ def _build(config: EmbodiedConfig, weights: Path, resume: Path | None) -> Job:
 
     evaluation = Evaluation(config.evaluation.num_episodes, size, config.seed)
     return Job(
-        program=ppo,
+        program=partial(ppo, rounds=float(config.env.episode_steps)),
         groups={
             "env": _env(config, size),
             "policy": PolicyWorker.group({"model": str(weights), "seed": config.seed}, name="policy"),
             "learner": _learner(config, weights, resume),
         },
-        expansions={},
+        expansions={"gather:rollout": 1.0 / config.num_lanes},
         items=items,
         measure=partial(measure, num_episodes=config.episodes_per_step),
         evaluate=evaluation,

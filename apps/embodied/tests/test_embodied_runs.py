@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from m2flow.apps.trace_check import trace_problems
 from m2flow.embodied.cli import main
 
 Row = dict[str, Any]
@@ -74,6 +75,7 @@ def test_it_learns_and_tells(learned: Run) -> None:
     assert cut[0] > 0.5
     assert all(a + b == pytest.approx(1) for a, b in zip(ended, cut, strict=True))
     assert set(learned.series("env/episodes_dropped")) == {0.0}
+    assert trace_problems(json.loads((learned.path / "timeline.json").read_text())) == []
     page = (learned.path / "report.html").read_text()
     assert page.count("data:image/webp;base64,") == 2
     assert "held-out success at end, after" in page

@@ -32,7 +32,7 @@ def _build(config: EmbodiedConfig, weights: Path, resume: Path | None) -> Job:
             for lane in range(config.num_lanes)
         ]
 
-    evaluation = Evaluation(config.evaluation.num_episodes, size, config.seed)
+    evaluation = Evaluation(config.evaluation.num_episodes, size)
     return Job(
         program=partial(ppo, rounds=float(config.env.episode_steps)),
         groups={

@@ -40,7 +40,7 @@ class PPOConfig:
 
 @dataclass(frozen=True)
 class PlayConfig(EvaluationConfig):
-    """Whole episodes by the mean action, from seeds that are never trained on and always the same."""
+    """Whole episodes by the mean action, from seeds that are never trained on and the same in every run."""
 
     num_episodes: int = setting(32, "episodes of an evaluation", low=1)
     film: bool = setting(True, "one of them is filmed, for report.html")

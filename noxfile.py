@@ -111,6 +111,7 @@ def install(session: nox.Session, packages: list[Package], *more: str, extras: b
     wanted = {need.name: need for package in packages for need in needs(package, PACKAGES)}
     chosen = [_wheel(p, extras=extras and p in packages) for p in wanted.values()]
     session.install("-q", "-c", str(CONSTRAINTS), *chosen, *more)
+    system_packages(session, *sorted({name for package in packages for name in package.system_packages}))
     if data := sorted({name for package in packages for name in package.test_data}):
         session.install("-q", "--no-deps", *data)
 
@@ -275,13 +276,17 @@ def docs(session: nox.Session) -> None:
     pytest(session, "tests/test_examples.py", *session.posargs)
 
 
-def system_packages(session: nox.Session, program: str, *packages: str) -> None:
-    """Installs Debian packages when `program` is missing and we may; without it the tests that need it are skipped."""
-    if shutil.which(program) is None and shutil.which("apt-get") and os.geteuid() == 0:
+def system_packages(session: nox.Session, *packages: str) -> None:
+    """Installs the Debian packages that are missing, where we may; else the tests that need them say so."""
+    known = shutil.which("dpkg-query")
+    missing = [
+        p for p in packages if known and subprocess.run([known, "-s", p], capture_output=True, check=False).returncode
+    ]
+    if missing and shutil.which("apt-get") and os.geteuid() == 0:
         quiet = {"DEBIAN_FRONTEND": "noninteractive"}
         session.run("apt-get", "update", "-q", external=True, silent=True)
         session.run(
-            "apt-get", "install", "-qy", "--no-install-recommends", *packages, external=True, silent=True, env=quiet
+            "apt-get", "install", "-qy", "--no-install-recommends", *missing, external=True, silent=True, env=quiet
         )
 
 
@@ -289,7 +294,8 @@ def system_packages(session: nox.Session, program: str, *packages: str) -> None:
 @timed
 def integration(session: nox.Session) -> None:
     """What crosses packages: the recipe on the real model, its plans, its failures, its report."""
-    system_packages(session, "chromium", "chromium")
+    if shutil.which("chromium") is None:
+        system_packages(session, "chromium")
     install(session, list(PACKAGES.values()), *_group("integration"), extras=True)
     pytest(session, "tests", "--ignore=tests/test_examples.py", *session.posargs)
 
@@ -301,6 +307,15 @@ def train(session: nox.Session) -> None:
     app = PACKAGES["reasoning"]
     install(session, [app])
     session.run("m2flow-reasoning", "train", *session.posargs)
+
+
+@nox.session(default=False)
+@timed
+def sims(session: nox.Session) -> None:
+    """The embodied app on its simulators, in full: FetchReach is learned with three seeds and filmed."""
+    embodied = PACKAGES["embodied"]
+    install(session, [embodied], *embodied.test_requires, extras=True)
+    pytest(session, f"{_folder(embodied, 'tests')}/test_embodied_reach.py", "--timeout=900", M2FLOW_PROOFS="1")
 
 
 @nox.session(default=False)

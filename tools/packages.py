@@ -27,6 +27,7 @@ class Package:
     visible_to: frozenset[str]
     facade_imports: frozenset[str]
     test_data: tuple[str, ...]
+    system_packages: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -91,6 +92,7 @@ def _read(folder: Path) -> Package:
         visible_to=frozenset(own["visible-to"]),
         facade_imports=frozenset(own["facade-imports"]),
         test_data=tuple(own.get("test-data", [])),
+        system_packages=tuple(own.get("system-packages", [])),
     )
 
 

@@ -58,3 +58,17 @@ def test_a_stage_in_a_loop_takes_what_has_arrived_as_one_batch(flow, ends):
     assert [item.seq for item in inbox.next(timeout_s=0.0).items] == [(8,)]
     with pytest.raises(TimeoutError_):
         inbox.next(timeout_s=0.0)
+
+
+def test_an_episode_whose_process_died_between_two_puts_dies_once(flow, ends):
+    inbox_of(flow, ends, "policy.act")
+    inbox, _ = inbox_of(flow, ends, "sink")
+    env = Outlet(flow, "env.step", ends["env.0"], Tally())
+    # Round 3 had reached the policy, so that the episode came back in round 4; this consumer had heard of neither.
+    for round_ in (3, 4):
+        env.put([Item((0,), 0).as_tombstone("died")], [round_], 0)
+    env.put([Item((1,), 0).as_tombstone("died")], [4], 0)
+    dead = [item.seq for _ in range(2) for item in inbox.next(timeout_s=1.0).dead]
+    assert dead == [(0,), (1,)]
+    with pytest.raises(TimeoutError_):
+        inbox.next(timeout_s=0.0)

@@ -32,15 +32,15 @@ def _build(config: EmbodiedConfig, weights: Path, resume: Path | None) -> Job:
             for lane in range(config.num_lanes)
         ]
 
-    evaluation = Evaluation(config.evaluation.num_episodes, size, config.seed)
+    evaluation = Evaluation(config.evaluation.num_episodes, size)
     return Job(
-        program=ppo,
+        program=partial(ppo, rounds=float(config.env.episode_steps)),
         groups={
             "env": _env(config, size),
             "policy": PolicyWorker.group({"model": str(weights), "seed": config.seed}, name="policy"),
             "learner": _learner(config, weights, resume),
         },
-        expansions={},
+        expansions={"gather:rollout": 1.0 / config.num_lanes},
         items=items,
         measure=partial(measure, num_episodes=config.episodes_per_step),
         evaluate=evaluation,

@@ -15,6 +15,7 @@ class EnvConfig:
     """The task."""
 
     id: str = setting("gymnasium_robotics:FetchReachDense-v4", "a Gymnasium id, with the module that registers it")
+    episode_steps: int = setting(50, "steps of an episode in the mean: planners use it, no result depends on it", low=1)
     goal_scale: float = setting(10.0, "the way to the goal is seen multiplied by this: 10 is decimetres", above=0)
 
 
@@ -39,7 +40,7 @@ class PPOConfig:
 
 @dataclass(frozen=True)
 class PlayConfig(EvaluationConfig):
-    """Whole episodes by the mean action, from seeds that are never trained on and always the same."""
+    """Whole episodes by the mean action, from seeds that are never trained on and the same in every run."""
 
     num_episodes: int = setting(32, "episodes of an evaluation", low=1)
     film: bool = setting(True, "one of them is filmed, for report.html")

@@ -15,23 +15,20 @@ Groups = Mapping[str, WorkerGroup]
 @dataclass(frozen=True)
 class Evaluation:
     """Attributes:
-    num_episodes: episodes of one evaluation, the same ones each time.
+    num_episodes: episodes of one evaluation, the same ones each time and in every run.
     episodes_per_lane: how many the environments of one rank play at once.
-    seed: the run's.
     """
 
     num_episodes: int
     episodes_per_lane: int
-    seed: int
 
     def __call__(self, groups: Groups, step: int) -> Mapping[str, float]:
         """Returns eval/success_at_end, eval/success_once and eval/return of the weights that "policy" has. Blocks."""
         env, size = groups["env"], self.episodes_per_lane
-        seeds = [self._seed(number) for number in range(self.num_episodes)]
         found: dict[str, list[float]] = {"success_at_end": [], "success_once": [], "returns": []}
-        for start in range(0, len(seeds), size * env.world_size):
+        for start in range(0, self.num_episodes, size * env.world_size):
             # The last wave is filled up with episodes that count for nothing.
-            wave = [self._seed(start + number) for number in range(size * env.world_size)]
+            wave = [_seed(start + number) for number in range(size * env.world_size)]
             _play(env, groups["policy"], [wave[at : at + size] for at in range(0, len(wave), size)], filmed=False)
             for verdict in env.method("verdict")().result():
                 for name, values in found.items():
@@ -47,13 +44,14 @@ class Evaluation:
     def film(self, groups: Groups) -> bytes:
         """Returns the first episode of an evaluation as an animated WebP. Blocks."""
         camera = groups["env"].on(0)
-        _play(camera, groups["policy"], [[self._seed(0)]], filmed=True)
+        _play(camera, groups["policy"], [[_seed(0)]], filmed=True)
         (film,) = camera.method("film")().result()
         assert isinstance(film, bytes)
         return film
 
-    def _seed(self, number: int) -> int:
-        return episode_seed(self.seed, "evaluation", number)
+
+def _seed(number: int) -> int:
+    return episode_seed(0, "evaluation", number)
 
 
 def _play(env: RankSet, policy: WorkerGroup, seeds: list[list[int]], *, filmed: bool) -> None:

@@ -115,6 +115,10 @@ class LearnerWorker(Worker):
         save_policy(self._policy, Path(directory))
         save_file(self._moments(), Path(directory) / _STATE)
 
+    def num_updates(self) -> int:
+        """Optimiser steps that were taken, a checkpoint's included."""
+        return int(next((state["step"] for state in self._optimizer.state.values()), 0))
+
     def resident_bytes(self) -> int:
         """The bytes of parameters, gradients and moments."""
         return 4 * sum(parameter.numel() * parameter.element_size() for parameter in self._parameters)
@@ -143,7 +147,7 @@ class LearnerWorker(Worker):
         count = 0
         for _ in range(config.num_epochs):
             order = torch.randperm(int(mask.sum()), generator=generator)
-            for chosen in order.split(config.minibatch_size):  # type: ignore[no-untyped-call]
+            for chosen in torch.split(order, config.minibatch_size):
                 sums.update(self._step({name: tensor[chosen] for name, tensor in steps.items()}))
                 count += 1
         return {name: value / count for name, value in sums.items()} | {"actor/lr": config.lr}
@@ -159,7 +163,8 @@ class LearnerWorker(Worker):
         error = values.mse(policy.value(part["observations"])[None], row["returns"], everywhere).mean()
         entropy = policy.entropy()
         self._optimizer.zero_grad()
-        (gain + config.value_coef * error - config.entropy_coef * entropy).backward()  # type: ignore[no-untyped-call]
+        loss = gain + config.value_coef * error - config.entropy_coef * entropy
+        torch.autograd.backward(loss)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, config.max_grad_norm)
         self._optimizer.step()
         with torch.no_grad():

@@ -53,7 +53,7 @@ class PolicyWorker(Worker):
     def decide(self, observations: list[Floats]) -> list[Floats]:
         """The most likely actions, for each array of observations [n, size]."""
         with torch.inference_mode():
-            return [self._policy.mean(torch.from_numpy(part)).numpy() for part in observations]
+            return [self._policy.mean(torch.tensor(part)).numpy() for part in observations]
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Takes published weights; what it does from now on has them."""

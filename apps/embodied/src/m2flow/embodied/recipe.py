@@ -6,14 +6,14 @@ from m2flow.flow import Flow, StageProxy, Stream
 __all__ = ["ppo"]
 
 
-def ppo(flow: Flow, env: StageProxy, policy: StageProxy, learner: StageProxy) -> Stream:
+def ppo(flow: Flow, env: StageProxy, policy: StageProxy, learner: StageProxy, *, rounds: float = 0.0) -> Stream:
     """Each lane of episodes goes round between policy and environments until its last one has ended.
 
     While one lane is simulated another is acted for. What was played is learned from as a whole, so that a minibatch
-    mixes all of its steps; then the policy gets the new weights.
+    mixes all of its steps; then the policy gets the new weights. `rounds` tells planners how often a lane goes round.
     """
     lanes = flow.source("lanes")
-    seen = flow.loop(env.reset(lanes))
+    seen = flow.loop(env.reset(lanes), rounds=rounds)
     again, over = flow.split(is_playing, env.step(policy.act(seen)))
     seen.feed(again)
     played = flow.gather(over, by="rollout")  # a lane that died with its process leaves the others

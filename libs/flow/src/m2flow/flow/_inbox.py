@@ -71,6 +71,8 @@ class Inbox:
         stride = num_ranks if inbox.routed else 1
         self._order = SourceOrder(inbox.window, offset=rank if inbox.routed else 0, stride=stride)
         self._ready: deque[Item] = deque()
+        # An episode dies in two rounds where its process was killed after it had told one consumer of the first.
+        self._dead: set[tuple[str, tuple[int, ...]]] = set()
         self._leases: dict[str, list[Lease]] = {}
         # The processes that put items into a loop from outside.
         self._entering = sum(len(flow.endpoints(port)) for port in outside)
@@ -148,6 +150,11 @@ class Inbox:
             self._counted.append(lease)
             return
         port = parse_id(lease.id).port
+        if item.tombstone and port not in self._stage.inbox.feedback:
+            if (port, item.seq) in self._dead:
+                self._channel.ack(lease)
+                return
+            self._dead.add((port, item.seq))
         self._leases.setdefault(item.id, []).append(lease)
         made, may_follow = self._glue.push(item, port), self._glue.holds(port)
         if port in self._stage.inbox.feedback:

@@ -1,0 +1,116 @@
+"""Whole runs on the point task: it learns, plans change the time alone, a resumed run is the unbroken one."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from m2flow.apps.trace_check import trace_problems
+from m2flow.embodied.cli import main
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished run left behind."""
+
+    path: Path
+
+    @property
+    def rows(self) -> list[Row]:
+        """metrics.jsonl."""
+        return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+
+    def series(self, metric: str) -> list[float]:
+        """The values of one metric, by step."""
+        return [row[metric] for row in self.rows if metric in row]
+
+    def busy(self, stage: str) -> list[tuple[float, float]]:
+        """Start and end of each time that a stage was at work, in microseconds."""
+        events: Sequence[Row] = json.loads((self.path / "timeline.json").read_text())["traceEvents"]
+        found = [event for event in events if event["ph"] == "X" and event["name"] == stage]
+        return [(event["ts"], event["ts"] + event["dur"]) for event in found]
+
+
+@pytest.fixture(scope="session")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """Trains to the end with these words; a failure is the test's."""
+
+    def run(*words: str) -> Run:
+        path = tmp_path_factory.mktemp("run") / "run"
+        assert main(["train", "point", f"run.dir={path}", *words]) == 0
+        return Run(path)
+
+    return run
+
+
+pytestmark = pytest.mark.medium
+SHORT = ("num_steps=3", "evaluation.num_episodes=4", "evaluation.every=3")
+
+
+@pytest.fixture(scope="module")
+def learned(train: Callable[..., Run]) -> Run:
+    return train("plan=temporal", "checkpoint.every=3", "checkpoint.keep=9")
+
+
+def weights(run: Run, step: int) -> dict[str, list[object]]:
+    state = load_file(run.path / "checkpoints" / f"step_{step}" / "model.safetensors")
+    return {name: tensor.tolist() for name, tensor in state.items()}
+
+
+def test_it_learns_and_tells(learned: Run) -> None:
+    success = learned.series("eval/success_at_end")
+    assert success[0] <= 0.2
+    assert success[-1] >= 0.8
+    first, last = learned.series("critic/score/mean")[0], learned.series("critic/score/mean")[-1]
+    assert last > first + 3
+    # This task's episodes end both ways, and each is one of the two.
+    ended, cut = learned.series("env/terminated"), learned.series("env/truncated")
+    assert ended[-1] > 0.8
+    assert cut[0] > 0.5
+    assert all(a + b == pytest.approx(1) for a, b in zip(ended, cut, strict=True))
+    assert set(learned.series("env/episodes_dropped")) == {0.0}
+    assert trace_problems(json.loads((learned.path / "timeline.json").read_text())) == []
+    page = (learned.path / "report.html").read_text()
+    assert page.count("data:image/webp;base64,") == 2
+    assert "held-out success at end, after" in page
+
+
+@pytest.mark.parametrize("plan", ["spatial", "hybrid"])
+def test_a_plan_changes_the_time_and_nothing_else(train: Callable[..., Run], learned: Run, plan: str) -> None:
+    other = train(f"plan={plan}", *SHORT)
+    for metric in ("critic/score/mean", "actor/pg_loss", "env/steps"):
+        assert other.series(metric) == learned.series(metric)[:3]
+    assert weights(other, 3) == weights(learned, 3)
+
+
+def test_one_lane_is_simulated_while_another_is_acted_for(train: Callable[..., Run]) -> None:
+    run = train("plan=spatial", *SHORT, "num_lanes=4", "episodes_per_step=16")
+    steps, acts = run.busy("env.step"), run.busy("policy.act")
+    beside = sum(min(a[1], b[1]) > max(a[0], b[0]) for a in steps for b in acts)
+    assert beside > 0
+
+
+def test_auto_measures_chooses_and_goes_on(train: Callable[..., Run]) -> None:
+    run = train("plan=auto", "num_steps=6", "evaluation.num_episodes=4", "evaluation.film=false")
+    assert len(run.series("critic/score/mean")) == 6
+    assert (run.path / "plan.txt").read_text()
+    assert len(run.series("plan/predicted_s")) >= 1
+
+
+def test_a_resumed_run_equals_the_unbroken_one(train: Callable[..., Run], learned: Run) -> None:
+    run = train("plan=temporal", *SHORT, "launcher=inproc", "evaluation.film=false")
+    assert main(["train", "--resume", str(run.path), "num_steps=6"]) == 0
+    assert run.series("critic/score/mean") == learned.series("critic/score/mean")[:6]
+    assert weights(run, 6) == weights(learned, 6)
+
+
+def test_a_checkpoint_is_measured_by_itself(learned: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "point", "--checkpoint", str(learned.path), "launcher=inproc"]) == 0
+    said = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert float(said["eval/success_at_end"]) == pytest.approx(learned.series("eval/success_at_end")[-1], abs=1e-3)

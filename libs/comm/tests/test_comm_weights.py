@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from m2flow.comm import PayloadError, RemoteError
-from m2flow.comm.weights import WeightReader, digest
+from m2flow.comm.weights import SERVICE, WeightReader, digest
 
 
 def test_a_version_is_read_in_place(make_endpoint: Any) -> None:
@@ -71,19 +71,35 @@ def test_old_and_unknown_versions_are_refused(make_endpoint: Any) -> None:
         trainer.stage_weights("policy", 4, {"a": "text"})
 
 
-def test_a_wrong_digest_is_named_the_first_time_and_sampled_later() -> None:
-    good = {f"t{index}": np.full(3, index) for index in range(16)}
-    digests = {name: digest(value) for name, value in good.items()}
+def test_a_wrong_digest_is_named(make_endpoint: Any) -> None:
+    weights = {f"t{index}": np.full(3, index) for index in range(16)}
+    every = {name: digest(value) for name, value in weights.items()}
+    some = {name: every[name] for name in ("t1", "t9")}
     reader = WeightReader()
-    altered = {**good, "t5": np.full(3, 6)}
+
+    def check(name: str, digests: dict[str, int]) -> None:
+        answer = {"weights": {**weights, name: np.full(3, 99)}, "digests": digests}
+        reader.check("trainer", "policy", 1, answer, lambda: every)
+
     with pytest.raises(PayloadError, match="'policy' version 1 from 'trainer': 't5' has another digest"):
-        reader.check("trainer", "policy", 1, {"weights": altered, "digests": digests})
-    reader.check("trainer", "policy", 1, {"weights": good, "digests": digests})
-    found = 0
-    for version in range(2, 10):
-        try:
-            reader.check("trainer", "policy", version, {"weights": altered, "digests": digests})
-        except PayloadError:
-            found += 1
-            reader._num_fetched["trainer", "policy"] += 1
-    assert found == 1
+        check("t5", every)
+    with pytest.raises(PayloadError, match="'t5' has another digest"):
+        check("t5", some)  # a source that is new here is asked for the rest
+    reader.check("trainer", "policy", 1, {"weights": weights, "digests": some}, lambda: every)
+    check("t5", some)
+    with pytest.raises(PayloadError, match="'t9' has another digest"):
+        check("t9", some)
+
+
+def test_every_tensor_has_its_digest_once_in_eight_versions(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    weights = {f"t{index}": np.full(3, index) for index in range(16)}
+    seen: list[str] = []
+    for version in range(1, 10):
+        trainer.stage_weights("policy", version, weights)
+        digests = rollout.request("trainer", SERVICE, "fetch", ("policy", version))["digests"]
+        assert len(digests) == (16 if version == 1 else 2)
+        seen += digests if version > 1 else []
+    assert sorted(seen) == sorted(weights)
+    late = rollout.fetch_weights("trainer", "policy", 9, timeout_s=5)
+    assert {name: value.tolist() for name, value in late.items()} == {k: v.tolist() for k, v in weights.items()}

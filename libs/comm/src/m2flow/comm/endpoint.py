@@ -314,7 +314,9 @@ class Endpoint:
         later. Raises PayloadError for a digest that differs, RemoteError for a version that is withdrawn.
         """
         answer = self.request(source, SERVICE, "fetch", (name, version), timeout_s=timeout_s)
-        return self._reader.check(source, name, version, answer)
+        return self._reader.check(
+            source, name, version, answer, lambda: self.request(source, SERVICE, "digests", (name, version))
+        )
 
     def weight_receiver(
         self,

@@ -8,6 +8,7 @@ until it has committed again.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -169,7 +170,8 @@ class WeightReceiver:
         if self._caller.shares_memory_with(source):
             answer = self._caller.request(source, SERVICE, "fetch", (self._name, version), timeout_s=timeout_s)
             started = time.monotonic()
-            weights = self._reader.check(source, self._name, version, answer)
+            ask = partial(self._caller.request, source, SERVICE, "digests", (self._name, version), timeout_s=timeout_s)
+            weights = self._reader.check(source, self._name, version, answer, ask)
             seconds = time.monotonic() - started
             for name, box in asked:
                 yield name, box, weights[name][(*box.slices(shards[name]), ...)], seconds

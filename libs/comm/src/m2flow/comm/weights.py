@@ -1,12 +1,14 @@
 """Weights on their way from a trainer to those who serve them, within one host: written once, read in place.
 
-A version is one payload in shared memory: the digests, then the tensors. Every reader maps the same bytes, checks the
-digests of all tensors the first time and of some later, and holds the memory for as long as it keeps an array.
+A version is one payload in shared memory: digests, then the tensors. The first version has the digests of all tensors,
+later ones of an eighth, another eighth each time. Every reader maps the same bytes, checks the digests that are there
+(of all tensors the first time, asking for those that are not), and holds the memory while it keeps an array.
 """
 
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -23,7 +25,6 @@ from m2flow.comm.resharding import Shard
 
 SERVICE = "m2flow.weights"
 _KEPT_VERSIONS = 2
-# After the first transfer from a source every eighth tensor is checked, another eighth each time.
 _SAMPLE = 8
 
 
@@ -41,6 +42,7 @@ class WeightStore:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._staged: dict[str, dict[int, Lend]] = {}
+        self._num_staged: Counter[str] = Counter()
         self._awaited: dict[tuple[str, int], list[Future[Any]]] = {}
         self._lock = threading.Lock()
 
@@ -52,8 +54,8 @@ class WeightStore:
         """
         started = time.monotonic()
         arrays = {key: value.data if isinstance(value, Shard) else value for key, value in weights.items()}
-        digests = {key: digest(value) for key, value in arrays.items()}
         layout = {key: _layout(value) for key, value in weights.items()}
+        digests = {key: digest(arrays[key]) for key in self._checked(name, list(arrays))}
         digested = time.monotonic()
         payload = encode({"digests": digests, "layout": layout, "weights": arrays})
         self._withdraw(name, version)
@@ -66,6 +68,11 @@ class WeightStore:
         for future in waiting:
             future.set_result(staged)
         return StagedWeights(payload.size_bytes, time.monotonic() - digested, digested - started)
+
+    def _checked(self, name: str, keys: list[str]) -> list[str]:
+        number = self._num_staged[name]
+        self._num_staged[name] += 1
+        return keys[number % _SAMPLE :: _SAMPLE] if number else keys
 
     def release(self, name: str, version: int) -> None:
         """Withdraws a version; readers keep what they hold. Raises ValueError for one that is not staged."""
@@ -85,29 +92,33 @@ class WeightStore:
         self._pool.trim()
 
     def handle(self, request: Request) -> Any:
-        """Answers "fetch", "layout" or "slices" of a version: at once, or when it is staged."""
+        """Answers "fetch", "layout", "digests" or "slices" of a version: at once, or when it is staged."""
         name, version, *slices = request.args
         staged = self._find(name, version)
-        if isinstance(staged, Lend) and request.method != "fetch":
-            return self._read(name, staged, *slices)
-        if isinstance(staged, Future) and request.method != "fetch":
-            return _then(staged, lambda found: self._read(name, found, *slices))
-        return staged
 
-    def _read(
+        def read(found: Lend) -> Tree:
+            tree = decode(found.slot.view(found.size_bytes))
+            if request.method == "layout":
+                return tree["layout"]
+            if request.method == "digests":
+                return {key: digest(value) for key, value in tree["weights"].items()}
+            return self._slices(name, tree, *slices)
+
+        if request.method == "fetch":
+            return staged
+        return read(staged) if isinstance(staged, Lend) else _then(staged, read)
+
+    def _slices(
         self,
         name: str,
-        staged: Lend,
-        slices: Sequence[tuple[str, Sequence[tuple[int, int]]]] | None = None,
+        tree: Tree,
+        slices: Sequence[tuple[str, Sequence[tuple[int, int]]]],
         base: int | None = None,
     ) -> Tree:
-        """Returns the layout of a version, or slices of its tensors, each with its digest.
+        """Returns slices of a version's tensors, each with its digest.
 
         Of a slice that has changed little since the version `base`, which the reader has, only the changes.
         """
-        tree = decode(staged.slot.view(staged.size_bytes))
-        if slices is None:
-            return tree["layout"]
         with self._lock:
             older = None if base is None else self._staged[name].get(base)
             if older is not None:
@@ -153,16 +164,22 @@ class WeightReader:
     """Checks what this process fetches, and remembers whom it has checked in full."""
 
     def __init__(self) -> None:
-        self._num_fetched: dict[tuple[str, str], int] = {}
+        self._known: set[tuple[str, str]] = set()
 
-    def check(self, source: str, name: str, version: int, answer: Tree) -> Mapping[str, Tree]:
-        """Returns the tensors of an answer; raises PayloadError naming the first whose bytes are not its digest's."""
+    def check(
+        self, source: str, name: str, version: int, answer: Tree, ask: Callable[[], Mapping[str, int]]
+    ) -> Mapping[str, Tree]:
+        """Returns the tensors of an answer; raises PayloadError naming the first whose bytes are not its digest's.
+
+        `ask` gets the digests of all tensors from the source: where it is new here and the answer has only some.
+        """
         weights, digests = answer["weights"], answer["digests"]
-        count = self._num_fetched.get((source, name), 0)
-        for index, (key, value) in enumerate(weights.items()):
-            if (count == 0 or index % _SAMPLE == count % _SAMPLE) and digest(value) != digests[key]:
+        if (source, name) not in self._known and len(digests) < len(weights):
+            digests = ask()
+        for key, expected in digests.items():
+            if digest(weights[key]) != expected:
                 raise PayloadError(f"weights {name!r} version {version} from {source!r}: {key!r} has another digest")
-        self._num_fetched[source, name] = count + 1
+        self._known.add((source, name))
         return dict(weights)
 
 
@@ -170,6 +187,8 @@ def _layout(value: Tree) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, .
     """Returns offset, shape and shape of the whole tensor."""
     if isinstance(value, Shard):
         return value.offset, tuple(value.data.shape), value.global_shape
+    if not (isinstance(value, np.ndarray) or _torch.is_tensor(value)):
+        raise PayloadError(f"got a {type(value).__name__} among weights, want arrays and tensors only")
     shape = tuple(value.shape)
     return (0,) * len(shape), shape, shape
 
@@ -189,11 +208,8 @@ def _then(future: "Future[Any]", change: Callable[[Any], Any]) -> "Future[Any]":
 
 
 def digest(value: Tree) -> int:
-    """Returns the CRC-32 of an array's elements, which finds accidents, not forgers; raises PayloadError."""
+    """Returns the CRC-32 of an array's elements, which finds accidents, not forgers."""
     if _torch.is_tensor(value):
-        data = _torch.to_bytes(value)[2]
-    elif isinstance(value, np.ndarray):
-        data = np.asarray(value, order="C").reshape(-1).view(np.uint8) if value.nbytes else np.empty(0, np.uint8)
-    else:
-        raise PayloadError(f"got a {type(value).__name__} among weights, want arrays and tensors only")
-    return zlib.crc32(data.data)
+        return zlib.crc32(_torch.to_bytes(value)[2].data)
+    flat = np.asarray(value, order="C").reshape(-1)
+    return zlib.crc32(flat.view(np.uint8).data if flat.nbytes else b"")

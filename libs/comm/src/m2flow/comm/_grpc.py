@@ -276,26 +276,23 @@ class Streams:
         """Moves both directions until either ends; then tells the link."""
         reading = self._events.create_task(link.read_all(chunks))
         writing = self._events.create_task(link.write_all(stream))
-        await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
-        if writing.done() and isinstance(stream, grpc.aio.StreamStreamCall):
-            # A client that just left would cut off what it wrote last: the server ends the stream when it has it. And
-            # when it was a write that failed, the reader hears why.
-            with contextlib.suppress(Exception):
-                await stream.done_writing()
-            await asyncio.wait((reading,), timeout=_GOODBYE_TIMEOUT_S)
-        reason = "its stream ended without a goodbye"
-        for task in (writing, reading):
-            if not task.done():
+        reason = "its stream was cut off"
+        try:
+            await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+            if writing.done() and isinstance(stream, grpc.aio.StreamStreamCall):
+                # A client that just left would cut off what it wrote last: the server ends the stream when it has it.
+                # And when it was a write that failed, the reader hears why.
+                with contextlib.suppress(Exception):
+                    await stream.done_writing()
+                await asyncio.wait((reading,), timeout=_GOODBYE_TIMEOUT_S)
+            reason = await _ending(writing, reading)
+            if isinstance(stream, grpc.aio.StreamStreamCall) and stream.done() and (words := await stream.details()):
+                reason = f"its stream broke: {words}"
+        finally:
+            # gRPC cancels what serves a stream whose connection it has given up: that is an end like any other.
+            for task in (writing, reading):
                 task.cancel()
-            try:
-                await task
-            except asyncio.CancelledError:
-                continue
-            except Exception as error:
-                reason = f"its stream broke: {error}"
-        if isinstance(stream, grpc.aio.StreamStreamCall) and stream.done() and (words := await stream.details()):
-            reason = f"its stream broke: {words}"
-        self._io_loop.call(partial(link.fail, reason))
+            self._io_loop.call(partial(link.fail, reason))
 
     async def _close(self) -> None:
         if self._tasks:
@@ -305,6 +302,21 @@ class Streams:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._server is not None:
             await self._server.stop(0.2)
+
+
+async def _ending(*tasks: "asyncio.Task[None]") -> str:
+    """Ends what is left of a stream's tasks; returns the reason that they give."""
+    reason = "its stream ended without a goodbye"
+    for task in tasks:
+        if not task.done():
+            task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            continue
+        except Exception as error:
+            reason = f"its stream broke: {error}"
+    return reason
 
 
 async def _drain(request: AsyncIterable[memoryview]) -> None:

@@ -21,7 +21,7 @@ from m2flow.comm.payload import Tree, decode
 from m2flow.proto.comm.v1 import comm_pb2
 
 # How long a host may take to answer that a request is withdrawn: it is one message on a living process's io thread.
-_CANCEL_TIMEOUT_S = 10.0
+_CANCEL_TIMEOUT_S = 1.0
 
 
 class Lease:

@@ -74,7 +74,8 @@ class Channel:
         """Puts an item; returns when the channel has it. Blocks while the channel is full.
 
         Raises PayloadError at once for an item that cannot be encoded, ChannelClosedError when nothing more is taken,
-        TimeoutError_ after `timeout_s` seconds (the item is then not in the channel), PeerLostError without its host.
+        TimeoutError_ after `timeout_s` seconds, PeerLostError without its host. The item is then not in the channel,
+        unless its host was out of reach: an item that has an id may be put again.
         """
         self.put_many(
             [Put(item=item, id=id, iteration=iteration, weight=weight, key=key)],

@@ -1,0 +1,159 @@
+"""Endpoints on two hosts whose network delays, drops, limits and cuts."""
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import network_of_two
+
+WHY_NOT = network_of_two.why_not()
+pytestmark = [
+    pytest.mark.medium,
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(bool(WHY_NOT), reason=f"kernel: no namespaces with TUN devices here ({WHY_NOT})"),
+]
+
+PRELUDE = """
+    import sys, time
+    from pathlib import Path
+    import numpy as np
+    from m2flow.comm import *
+    endpoint = Endpoint(Path(sys.argv[1]), sys.argv[2], token="t", connect_timeout_s=30)
+    if sys.argv[2] == "b":
+        endpoint.listen("10.77.0.2:7000")
+    else:
+        endpoint.add_address("b", "10.77.0.2:7000")
+    def say(line):
+        print(f"{line}\\n", end="", flush=True)
+    endpoint.on_peer_lost(lambda peer: say("lost " + peer))
+"""
+Start = Callable[[str, str], "subprocess.Popen[str]"]
+Hosts = tuple[network_of_two.Network, Start]
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    with network_of_two.network(tmp_path) as network:
+
+        def start(name: str, text: str) -> "subprocess.Popen[str]":
+            program = textwrap.dedent(PRELUDE) + textwrap.dedent(text)
+            return network.host(name, "-c", program, str(tmp_path / name), name)
+
+        yield network, start
+
+
+def line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+SERVE = """
+    endpoint.host_channel("q", capacity=16, producers=["a"], consumers=["b"])
+    endpoint.handle("echo", lambda request: request.args)
+    say("up")
+    channel, seen = endpoint.channel("q", host="b"), []
+    while True:
+        try:
+            lease = channel.get(timeout_s=50)
+        except ChannelClosedError:
+            break
+        seen.append(int(lease.item["x"][-1]))
+        channel.ack(lease)
+    say(seen == list(range(len(seen))) and len(seen))
+    time.sleep(60)
+"""
+USE = """
+    import threading
+    large = np.arange(200_000)
+    assert np.array_equal(endpoint.request("b", "echo", "", large, timeout_s=50), large)
+    assert [f.result(50) for f in [endpoint.request_async("b", "echo", "", i) for i in range(100)]] == list(range(100))
+    channel = endpoint.channel("q", host="b")
+    for index in range(60):
+        channel.put({"x": np.full(5000 if index % 3 else 50, index)}, id=str(index), timeout_s=50)
+    channel.close()
+    say("done")
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "fields", [{"delay_s": 0.01}, {"loss": 0.01}, {"bytes_per_s": 8e6}], ids=["delay", "loss", "bandwidth"]
+)
+def test_calls_and_channels_work_over_a_bad_line(hosts: Hosts, fields: dict[str, float]) -> None:
+    network, start = hosts
+    b = start("b", SERVE)
+    a = start("a", USE)
+    assert line(b) == "up"
+    network.set(**fields)
+    assert line(a) == "done"
+    assert line(b) == "60"
+
+
+PUT_THROUGH = """
+    channel, errors = endpoint.channel("q", host="b"), []
+    for index in range(300):
+        while True:
+            try:
+                channel.put({"x": np.full(100, index)}, id=str(index), timeout_s=2)
+                break
+            except CommError as error:
+                if not errors:
+                    say(f"{type(error).__name__} {getattr(error, 'peer', '')}")
+                errors.append(error)
+                time.sleep(0.2)
+        if index == 100:
+            say("cut now")
+            sys.stdin.readline()
+        time.sleep(0.001)
+    channel.close()
+    say("done")
+    time.sleep(60)
+"""
+TAKE_THROUGH = """
+    endpoint.host_channel("q", capacity=16, producers=["a"], consumers=["b"])
+    say("up")
+    channel, seen, errors = endpoint.channel("q", host="b"), [], []
+    while True:
+        try:
+            lease = channel.get(timeout_s=3)
+        except ChannelClosedError:
+            break
+        except CommError as error:
+            if not errors:
+                say(f"{type(error).__name__} {error.peer}")
+            errors.append(error)
+            time.sleep(0.2)
+            continue
+        seen.append(lease.id)
+        channel.ack(lease)
+    say(seen == [str(index) for index in range(300)])
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("until_lost", [False, True], ids=["short", "until lost"])
+def test_a_partition_is_named_at_both_ends_and_after_it_nothing_is_lost_or_doubled(
+    hosts: Hosts, until_lost: bool
+) -> None:
+    network, start = hosts
+    b = start("b", TAKE_THROUGH)
+    a = start("a", PUT_THROUGH)
+    assert line(b) == "up"
+    assert line(a) == "cut now"
+    network.set(cut=True)
+    assert a.stdin is not None
+    a.stdin.write("go\n")
+    a.stdin.flush()
+    assert line(a) in ("TimeoutError_ b", "PeerLostError b")
+    assert line(b) in ("TimeoutError_ a", "PeerLostError a")
+    if until_lost:
+        assert (line(a), line(b)) == ("lost b", "lost a")
+    network.set(cut=False)
+    assert line(a) == "done"
+    assert line(b) == "True"

@@ -4,7 +4,7 @@ import os
 import platform
 from typing import Any
 
-COMMAND = "nox -s bench -- libs/worker"
+COMMAND = "nox -s bench -- worker"
 
 
 def row(

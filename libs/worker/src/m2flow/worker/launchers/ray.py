@@ -6,6 +6,7 @@ each other through shared memory. The actor claims from Ray what the run's clust
 of its slots and a GPU for each CUDA device, so that nothing else that Ray starts is given them.
 """
 
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,9 @@ class NodeActor:
 
     def start(self, directory: str, token: str, agent: str, preload: Sequence[str]) -> tuple[str, bool]:
         """Starts the agent; its address, and whether it shares the driver's machine."""
+        # Ray lowers the priority of its processes below that of its own daemons; the run's workers would inherit that.
+        with suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
         shared = Path(directory).is_dir()
         if shared:
             options = AgentOptions(

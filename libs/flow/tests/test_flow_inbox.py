@@ -72,3 +72,14 @@ def test_an_episode_whose_process_died_between_two_puts_dies_once(flow, ends):
     assert dead == [(0,), (1,)]
     with pytest.raises(TimeoutError_):
         inbox.next(timeout_s=0.0)
+
+
+def test_what_comes_back_goes_before_what_enters(flow, ends):
+    inbox, _ = inbox_of(flow, ends, "policy.act")
+    ends["driver"].host_channel(inbox_channel(0, "sink"), producers=["env.0"], consumers=["driver"])
+    reset, step = (Outlet(flow, name, ends["env.0"], Tally()) for name in ("env.reset", "env.step"))
+    reset.put([Item((place,), 0) for place in range(6)], [0] * 6, 0)
+    assert [item.seq for item in inbox.next().items] == [(0,), (1,), (2,), (3,)]
+    step.put([Item((place,), 0, {"done": place == 2}) for place in (2, 1, 0)], [0] * 3, 0)
+    # Of the three, one has left; the last to enter waits for those that have begun.
+    assert [item.seq for item in inbox.next().items] == [(0,), (1,), (4,), (5,)]

@@ -3,7 +3,8 @@
 Leases are kept until the outputs that they caused have been put. Where the stage is the head of a feedback loop, the
 inbox also knows when the loop is empty: when every producer outside has said that its items are in, and as many have
 left as entered. Where a rank comes back after its death, what it counted must come again: it keeps the lease of each
-item that entered until that item leaves, and both leases end together.
+item that entered until that item leaves, and both leases end together. What comes back goes before what enters: then
+the first episodes are over early, and whoever takes them need not wait for the last.
 """
 
 import time
@@ -18,6 +19,8 @@ from m2flow.flow.microflow import MicroFlow, MicroStage, Op
 from m2flow.flow.order import SourceOrder
 from m2flow.worker import Item
 
+# More items than an inbox holds.
+_ALL = 1 << 30
 # How often to look whether a producer that died has come back.
 _RESTART_S = 0.05
 
@@ -73,6 +76,8 @@ class Inbox:
         self._ready: deque[Item] = deque()
         # An episode dies in two rounds where its process was killed after it had told one consumer of the first.
         self._dead: set[tuple[str, tuple[int, ...]]] = set()
+        # How many of those, in front, have come back to the head of a loop.
+        self._num_back = 0
         self._leases: dict[str, list[Lease]] = {}
         # The processes that put items into a loop from outside.
         self._entering = sum(len(flow.endpoints(port)) for port in outside)
@@ -82,6 +87,9 @@ class Inbox:
         # The leases of what is inside the loop, by place, and of what was counted and has no counterpart.
         self._inside: dict[tuple[int, ...], Lease] = {}
         self._counted: list[Lease] = []
+        # Places whose output is yet to be put; leases of other rounds of theirs, after a death, wait for that.
+        self._in_hand: set[tuple[int, ...]] = set()
+        self._waiting: list[Lease] = []
         self.ended = not inbox.ports
 
     @property
@@ -92,25 +100,34 @@ class Inbox:
     def next(self, *, timeout_s: float | None = None) -> Chunk | None:
         """The next chunk, or None when the iteration has ended. Blocks; raises TimeoutError_ after `timeout_s`."""
         while True:
-            self._end_empty_loop()
+            self._look_round()
+            if self._stage.inbox.feedback and not self.ended:
+                self._pull(self._stage.share, timeout_s, wait=not self._ready)
             chunk = self._cut(self._stage.share)
             if chunk is not None or self.ended:
                 return chunk
-            self._pull(self._stage.share, timeout_s)
+            if not self._stage.inbox.feedback:
+                self._pull(self._stage.share, timeout_s)
 
     def arrived(self, most: int) -> Chunk | None:
         """What there is for an eager stage now, up to `most` items; None where there is nothing. Does not wait."""
         most = min(most, self._stage.share)
-        self._end_empty_loop()
-        if most > self._num_ready() and not self.ended:
+        self._look_round()
+        if (most > self._num_ready() or self._stage.inbox.feedback) and not self.ended:
             self._pull(most, None, wait=False)
         return self._cut(most)
 
     def ack(self, chunk: Chunk) -> None:
         """Commits a chunk, after its outputs were put."""
+        self.sent(chunk.items)
         inside = {lease.number for lease in self._inside.values()}
         if done := [lease for lease in chunk.leases if lease.number not in inside]:
             self._channel.ack(done)
+
+    def sent(self, items: Iterable[Item]) -> None:
+        """Notes that outputs are on their way; before they are, no other round of theirs is given out."""
+        for item in items if self._in_hand else ():
+            self._in_hand -= {item.seq[:depth] for depth in range(1, len(item.seq) + 1)}
 
     def ack_rest(self) -> None:
         """Commits, at the end, what was taken and led to no chunk, and what was kept for a recount."""
@@ -123,7 +140,8 @@ class Inbox:
 
     def _pull(self, most: int, timeout_s: float | None, *, wait: bool = True) -> None:
         """Takes from the channel what brings no more than `most` items."""
-        missing = most - self._num_ready()
+        # The head of a loop takes all that is there: its items keep to its rank, and it sees who comes back.
+        missing = _ALL if self._stage.inbox.feedback else most - self._num_ready()
         if self._stage.eager:  # what has arrived is enough: nobody knows whether more will come
             demand, at_least = missing, int(wait)
         else:
@@ -149,12 +167,17 @@ class Inbox:
             self._entering -= 1
             self._counted.append(lease)
             return
+        if item.seq in self._in_hand:
+            self._waiting.append(lease)
+            return
         port = parse_id(lease.id).port
         if item.tombstone and port not in self._stage.inbox.feedback:
             if (port, item.seq) in self._dead:
                 self._channel.ack(lease)
                 return
             self._dead.add((port, item.seq))
+        if self._recounts:
+            self._in_hand.add(item.seq)
         self._leases.setdefault(item.id, []).append(lease)
         made, may_follow = self._glue.push(item, port), self._glue.holds(port)
         if port in self._stage.inbox.feedback:
@@ -167,19 +190,29 @@ class Inbox:
                 self._inside[item.seq] = lease
         if not made and not may_follow:
             self._let_go(item, lease)
-        self._sort(made)
+        if port in self._stage.inbox.feedback:
+            for item in made:
+                self._ready.insert(self._num_back, item)
+                self._num_back += 1
+        else:
+            self._sort(made)
 
     def _let_go(self, item: Item, lease: Lease) -> None:
         """Commits an item that goes no further here, together with its entry where it leaves a loop."""
         self._leases[item.id].remove(lease)
+        self._in_hand.discard(item.seq)
         entries = [seq for seq in self._inside if seq[: len(item.seq)] == item.seq]
         if self._recounts and not entries:
             self._counted.append(lease)
         else:
             self._channel.ack([lease, *(self._inside.pop(seq) for seq in entries)])
 
-    def _end_empty_loop(self) -> None:
-        if self._stage.inbox.feedback and not self._entering and not self._live and not self._ready:
+    def _look_round(self) -> None:
+        """Takes what waited for another round, and ends the iteration of a loop in which nothing is left."""
+        waiting, self._waiting = self._waiting, []
+        for lease in waiting:
+            self._take(lease)
+        if self._stage.inbox.feedback and not (self._entering or self._live or self._ready or self._waiting):
             released = self._glue.finish()  # what waited in front of the loop for all that enters it
             self._live += len(released)
             self._sort(released)
@@ -217,6 +250,7 @@ class Inbox:
         dead = []
         while self._ready and len(items) + (len(dead) if self._stage.inbox.window else 0) < most:
             item = self._ready.popleft()
+            self._num_back = max(0, self._num_back - 1)
             (dead if item.tombstone else items).append(item)
         return self._chunk(items, dead)
 

@@ -207,7 +207,9 @@ class StageLoop:
             sender.finish()
 
     def _put(self, items: list[Item], chunk: Chunk) -> None:
-        self._outlet.put(items, [chunk.round_of(item) for item in items], self._iteration)
+        rounds = [chunk.round_of(item) for item in items]
+        self._inbox.sent(items)
+        self._outlet.put(items, rounds, self._iteration)
 
     def _checked(self, made: object) -> Iterator[Item]:
         if not isinstance(made, Iterable):

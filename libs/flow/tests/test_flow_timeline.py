@@ -111,3 +111,20 @@ def test_the_trace_has_spans_names_and_arrows(tmp_path):
     assert start["ts"] <= finish["ts"]
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert names == {"rollout", "reward", "rank 0: rollout.generate", "rank 0: reward.score"}
+
+
+def test_an_item_that_goes_round_has_an_arrow_each_time_from_whoever_made_it_last():
+    act, step = "policy.act|0:0", "env.step|0:0"
+    timeline = pb.Timeline(
+        spans=[
+            span("BUSY", 0, 1, stage="policy.act", group="policy", outputs=[act]),
+            span("BUSY", 2, 3, stage="env.step", group="env", inputs=[act], outputs=[step]),
+            span("BUSY", 4, 5, stage="policy.act", group="policy", inputs=[step], outputs=[act]),
+            span("BUSY", 6, 7, stage="env.step", group="env", inputs=[act], outputs=[step]),
+        ]
+    )
+    events = chrome_trace([timeline])["traceEvents"]
+    ends = {phase: {e["id"]: (e["name"], e["ts"]) for e in events if e["ph"] == phase} for phase in "sf"}
+    assert list(ends["s"].values()) == [(act, 1e6), (step, 3e6), (act, 5e6)]
+    assert list(ends["f"].values()) == [(act, 2e6), (step, 4e6), (act, 6e6)]
+    assert ends["s"].keys() == ends["f"].keys()

@@ -15,7 +15,7 @@ A device second has one cause. Where several ranks of a device say different thi
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +113,9 @@ def chrome_trace(timelines: Iterable[pb.Timeline]) -> dict[str, Any]:
     groups: dict[str, int] = {}
     threads: dict[tuple[str, int, str], int] = {}
     made: dict[str, tuple[int, int, float]] = {}
-    ordered = sorted((span for timeline in timelines for span in timeline.spans), key=lambda span: span.start_ns)
-    for span in ordered:
+    arrows = count(1)
+    # In order of time: in a loop an item is made again and again, and whoever takes it takes the latest.
+    for span in sorted((span for timeline in timelines for span in timeline.spans), key=lambda span: span.start_ns):
         if span.group not in groups:
             groups[span.group] = len(groups) + 1
             events.append(_name("process_name", span.group, groups[span.group], 0))
@@ -123,18 +124,16 @@ def chrome_trace(timelines: Iterable[pb.Timeline]) -> dict[str, Any]:
         if key not in threads:
             threads[key] = len(threads) + 1
             events.append(_name("thread_name", f"rank {span.rank}: {span.stage}", process, threads[key]))
-        events.append(_event(span, process, threads[key]))
-        made |= dict.fromkeys(span.outputs, (process, threads[key], span.end_ns / 1e3))
-    numbers = {item: number for number, item in enumerate(made, start=1)}
-    for span in ordered:
-        process, thread = groups[span.group], threads[span.group, span.rank, span.stage]
+        thread = threads[key]
+        events.append(_event(span, process, thread))
         for item in span.inputs:
             if item in made:
-                begin = {"ph": "s", "pid": made[item][0], "tid": made[item][1], "ts": made[item][2]}
+                begin = {"ph": "s", "pid": made[item][0], "tid": made[item][1]}
                 end = {"ph": "f", "bp": "e", "pid": process, "tid": thread, "ts": span.start_ns / 1e3}
-                flow = {"cat": "item", "name": item, "id": numbers[item]}
+                flow = {"cat": "item", "name": item, "id": next(arrows)}
                 # An item that was sent on before its maker's span ended starts where it was taken at the latest.
                 events += [begin | flow | {"ts": min(made[item][2], span.start_ns / 1e3)}, end | flow]
+        made |= dict.fromkeys(span.outputs, (process, thread, span.end_ns / 1e3))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -6,16 +6,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from m2flow.agentic.agent import AgentWorker
 from m2flow.agentic.tools import ToolWorker
 from m2flow.apps.rollout import RolloutWorker
 from m2flow.apps.testing.tiny import save_tiny_language_model
-from m2flow.worker.engines.rollout import Completion, Prompt, SamplingParams
+from m2flow.worker import Item
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # worker and tool processes import this folder's modules by it
 SAMPLES = 3
 
 
@@ -42,10 +42,8 @@ def rollout(model: Path) -> RolloutWorker:
 
 
 @pytest.fixture
-def tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ToolWorker]]:
+def tools() -> Iterator[Callable[..., ToolWorker]]:
     """Makes tool workers whose tools are `calc`, and `obey` of this folder."""
-    monkeypatch.syspath_prepend(str(HERE))
-    monkeypatch.setenv("PYTHONPATH", ":".join([str(HERE), *sys.path]))
     made: list[ToolWorker] = []
 
     def make(**settings: Any) -> ToolWorker:
@@ -59,37 +57,27 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ToolWorker]
         worker.close()
 
 
-class ScriptedEngine:
-    """Says what it is told, in the order of the prompts' seeds seen first; remembers every prompt that it was fed.
+class Waiting:
+    """An inbox that all items are in from the start."""
 
-    `says(text so far) -> next turn`.
-    """
+    def __init__(self, items: Sequence[Item]) -> None:
+        self._items = list(items)
 
-    policy_version = 0
-
-    def __init__(self, tokenizer: Any, says: Callable[[str], str]) -> None:
-        self._tokenizer = tokenizer
-        self._says = says
-        self.fed: list[tuple[list[int], Completion]] = []
-
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[tuple[int, list[Completion]]]:
-        """Turns as they were told, the last prompt's first; each logprob tells its token."""
-        for index in reversed(range(len(prompts))):
-            ids = list(prompts[index].token_ids)
-            said = self._tokenizer(self._says(self._tokenizer.decode(ids)), add_special_tokens=False).input_ids
-            token_ids = np.array(said, dtype=np.int32)
-            completion = Completion(token_ids, -0.5 - token_ids.astype(np.float32), "stop")
-            self.fed.append((ids, completion))
-            yield index, [completion]
+    def take(self, most: int) -> list[Item]:
+        """Up to `most` of them."""
+        taken, self._items = self._items[:most], self._items[most:]
+        return taken
 
 
 @pytest.fixture
-def scripted(rollout: RolloutWorker) -> Callable[[Callable[[str], str]], ScriptedEngine]:
-    """Puts a scripted engine into the rollout worker."""
+def waiting() -> Callable[[Sequence[Item]], Waiting]:
+    return Waiting
 
-    def put(says: Callable[[str], str]) -> ScriptedEngine:
-        engine = ScriptedEngine(rollout._tokenizer, says)
-        rollout._engine = engine  # type: ignore[assignment]
-        return engine
 
-    return put
+@pytest.fixture
+def scripted(rollout: RolloutWorker) -> Any:
+    """The scripted engine that the rollout worker has."""
+    from scripted import ScriptedEngine
+
+    rollout._engine = ScriptedEngine(rollout._tokenizer)  # type: ignore[assignment]
+    return rollout._engine

@@ -11,22 +11,11 @@ from m2flow.worker import Item
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(60)]
 
 
-def solve(text: str) -> str:
-    """What a model that has learned says next; about 2 times 3 it is wrong, and about 9 it calls too often."""
-    lines = text.rpartition("Q: ")[2].splitlines()
-    inner, _, factor = lines[0].partition("*")
-    if factor == "9" or len(lines) == 1:
-        return f"calc{inner}\n"
-    if len(lines) == 3:
-        return f"calc({lines[2]}*{factor})\n"
-    return f"A: {lines[4] if factor != '3' else '0'}\n"
-
-
-def converse(agent, rollout, tools, problems) -> list[Item]:
+def converse(agent, rollout, tools, inbox, problems) -> list[Item]:
     """The loop of the recipe by hand; conversations come back in another order each round."""
     waiting, ended = list(agent.open(problems)), []
     while waiting:
-        heard = agent.read(list(rollout.speak(waiting)))
+        heard = agent.read(list(rollout.speak(inbox(waiting))))
         ended += [item for item in heard if not calls_tool(item)]
         waiting = agent.write(tools.results([item for item in heard if calls_tool(item)]))
     return sorted(ended, key=lambda item: item.seq)
@@ -37,9 +26,9 @@ def problems(*numbers: tuple[int, int, int]) -> list[Item]:
     return [Item((place,), 1, entry) for place, entry in enumerate(fields)]
 
 
-def test_the_trained_sequence_is_what_was_sampled_and_fed(agent, rollout, tools, scripted) -> None:
-    engine = scripted(solve)
-    ended = converse(agent, rollout, tools(), problems((3, 5, 4), (2, 2, 3), (1, 7, 9)))
+def test_the_trained_sequence_is_what_was_sampled_and_fed(agent, rollout, tools, scripted, waiting) -> None:
+    engine = scripted
+    ended = converse(agent, rollout, tools(), waiting, problems((3, 5, 4), (2, 2, 3), (1, 7, 9)))
     assert [item.fields["reward"] for item in ended] == [1.0] * 3 + [0.0] * 6
     assert [item.fields["finish_reason"] for item in ended] == ["stop"] * 6 + ["length"] * 3
     for item in ended:
@@ -63,9 +52,8 @@ def test_the_trained_sequence_is_what_was_sampled_and_fed(agent, rollout, tools,
         assert fed_back == (f"{a + b}\n{(a + b) * c}\n" if c != 9 else f"{a + b}\n{a + b}\n")
 
 
-def test_what_tools_say_is_in_neither_the_loss_nor_its_denominator(agent, rollout, tools, scripted) -> None:
-    scripted(solve)
-    ended = converse(agent, rollout, tools(), problems((3, 5, 4)))
+def test_what_tools_say_is_in_neither_the_loss_nor_its_denominator(agent, rollout, tools, scripted, waiting) -> None:
+    ended = converse(agent, rollout, tools(), waiting, problems((3, 5, 4)))
     group = grade(Item((0,), 1, members=tuple(ended)))
     for graded, item in zip(graded_samples(group), ended, strict=True):
         weight = PolicyLoss(PolicyLossConfig(), on_policy=True).weight(graded.sample)
@@ -84,9 +72,8 @@ def test_conversations_about_a_problem_have_seeds_of_their_own_and_the_same_ones
     assert agent._text(np.array(prompt_ids)).endswith("A: 56\n\nQ: (3+5)*4\n")
 
 
-def test_what_is_counted(agent, rollout, tools, scripted) -> None:
-    scripted(solve)
-    right, _, _, too_often, _, _ = converse(agent, rollout, tools(), problems((3, 5, 4), (1, 7, 9)))
+def test_what_is_counted(agent, rollout, tools, scripted, waiting) -> None:
+    right, _, _, too_often, _, _ = converse(agent, rollout, tools(), waiting, problems((3, 5, 4), (1, 7, 9)))
     assert {name: count for name, count in right.fields["counts"].items() if count} == {
         "agent/turns": 3,
         "agent/answers": 1,

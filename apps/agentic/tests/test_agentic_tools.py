@@ -43,13 +43,15 @@ def test_an_unknown_tool_is_an_error_that_names_the_known_ones(tools) -> None:
     assert counted(item) == {"tool/unknown"}
 
 
-def test_the_others_do_not_wait_for_one_that_hangs(tools) -> None:
+def test_the_others_do_not_wait_for_one_that_hangs(tools, waiting) -> None:
     worker = tools(timeout_s=3.0)
-    list(worker.call(asked(("obey", "warm"))))
+    worker.results(asked(("obey", "warm")))
     began = time.monotonic()
     arrived = {
         item.seq[0]: (time.monotonic() - began, item.fields["result"])
-        for item in worker.call(asked(("obey", "sleep 60"), ("obey", "quick"), ("calc", "3+4"), ("obey", "again")))
+        for item in worker.call(
+            waiting(asked(("obey", "sleep 60"), ("obey", "quick"), ("calc", "3+4"), ("obey", "again")))
+        )
     }
     assert [arrived[place][1] for place in (1, 2, 3)] == ["quick", "7", "again"]
     assert all(arrived[place][0] < 2.0 for place in (1, 2, 3))

@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from m2flow.worker.engines import _logprobs
+from m2flow.worker.engines._causal_lm import CausalLM
 from m2flow.worker.engines._logprobs import pair_logprobs
 from m2flow.worker.engines._trie import TokenTrie
 from m2flow.worker.engines.memory import keep_freed_pages
 from m2flow.worker.engines.precision import generation_dtype
 from m2flow.worker.engines.rollout import Prompt, SamplingParams
+from m2flow.worker.engines.rollout._cache import PrefixCache
 from m2flow.worker.engines.rollout._sampling import draw, keep_nucleus, uniforms
+from m2flow.worker.engines.testing import save_tiny_model
 from m2flow.worker.engines.trainer import Sample
 from m2flow.worker.engines.trainer._packing import pack
 
@@ -26,6 +29,34 @@ def test_a_trie_has_one_node_per_distinct_prefix() -> None:
     assert trie.depths == [0, 1, 2, 2, 0]
     assert trie.count_new([5, 6, 8]) == 0
     assert trie.count_new([5, 7, 8]) == 2
+
+
+def test_some_nodes_see_what_they_see_among_all() -> None:
+    draws = np.random.default_rng(1)
+    trie = TokenTrie()
+    for _ in range(40):
+        trie.add(draws.integers(0, 3, draws.integers(1, 9)).tolist())
+    nodes = np.flatnonzero(draws.random(len(trie)) < 0.5)
+    assert np.array_equal(trie.visible(nodes.tolist()), trie.visible()[nodes])
+
+
+def test_prefixes_that_are_known_are_not_computed_again(tmp_path: Path) -> None:
+    lm = CausalLM.load(save_tiny_model(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    computed: list[int] = []
+    hidden_of = lm.hidden_of
+    lm.hidden_of = lambda trie, nodes, **kwargs: (computed.append(len(nodes)), hidden_of(trie, nodes, **kwargs))[1]
+    shared, prefixes = list(range(20, 60)), PrefixCache(200)
+    prompts = [[*shared, 1], [*shared, 2, 3], [*shared, 1, 4, 5]]
+    with torch.inference_mode():
+        _, first = prefixes.prefill(lm, prompts[:2])
+        _, second = prefixes.prefill(lm, [prompts[2], prompts[0]])
+        assert computed == [43, 3]  # 40 shared and 3; then 2 new, and the last token of one that is known
+        torch.testing.assert_close(second[1], first[0], atol=1e-5, rtol=0)
+        assert prefixes.count_new([*shared, 7]) == 1
+        prefixes.prefill(lm, [list(range(60, 90)) * 6])
+        assert prefixes.count_new([*shared, 7]) == 41  # it began anew where there was no room
+        prefixes.clear()
+        assert prefixes.num_bytes() == 0
 
 
 def test_a_node_sees_its_prefix_and_nothing_else() -> None:

@@ -1,16 +1,20 @@
 """The tool worker: calls in, results out, in processes that can be ended when a tool hangs."""
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, as_completed
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from m2flow.agentic.conversation import counted
 from m2flow.agentic.dialogue import error_words
-from m2flow.worker import Item, Worker, stage
+from m2flow.worker import Inbox, Item, Worker, stage
 from m2flow.worker.pool import Outcome, TaskPool
 
 __all__ = ["ToolConfig", "ToolWorker"]
+
+# While tools work, it looks this often whether further calls have come.
+_LOOK_S = 0.01
+_MOST_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -42,27 +46,37 @@ class ToolWorker(Worker):
         }
 
     @stage
-    def call(self, items: list[Item]) -> Iterator[Item]:
-        """Each conversation with its tool's `result`, as soon as it is there; reads `tool` and `argument`."""
-        under_way: dict[Future[Outcome], Item] = {}
-        for item in items:
-            pool = self._pools.get(item.fields["tool"])
-            if pool is None:
-                tools = ", ".join(self._pools)
-                yield _failed(item, "tool/unknown", f"no tool {item.fields['tool']!r}, there is {tools}")
-            else:
-                under_way[pool.submit(item.fields["argument"])] = item
-        for future in as_completed(under_way):
-            yield self._answered(under_way[future], future.result())
+    def call(self, inbox: Inbox) -> Iterator[Item]:
+        """Each conversation with its tool's `result`, as soon as it is there; others come in while tools work.
+
+        Reads `tool` and `argument`.
+        """
+        yield from self._call(inbox.take)
 
     def results(self, items: list[Item]) -> list[Item]:
         """What `call` gives, for conversations outside the flow."""
-        return list(self.call(items))
+        parts = [items]
+        return list(self._call(lambda most: parts.pop() if parts else []))
 
     def close(self) -> None:
         """Ends the tools' processes."""
         for pool in self._pools.values():
             pool.close()
+
+    def _call(self, take: Callable[[int], list[Item]]) -> Iterator[Item]:
+        under_way: dict[Future[Outcome], Item] = {}
+        while True:
+            for item in take(_MOST_AT_ONCE):
+                pool = self._pools.get(item.fields["tool"])
+                if pool is None:
+                    tools = ", ".join(self._pools)
+                    yield _failed(item, "tool/unknown", f"no tool {item.fields['tool']!r}, there is {tools}")
+                else:
+                    under_way[pool.submit(item.fields["argument"])] = item
+            if not under_way:
+                return
+            for future in wait(under_way, timeout=_LOOK_S, return_when=FIRST_COMPLETED).done:
+                yield self._answered(under_way.pop(future), future.result())
 
     def _answered(self, item: Item, outcome: Outcome) -> Item:
         if outcome.kind != "done":

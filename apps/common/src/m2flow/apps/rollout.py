@@ -1,6 +1,7 @@
 """The rollout worker: prompts in, completions out, by a rollout engine; turns of conversations; held-out problems."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer
 
 from m2flow.apps.language import LanguageModelConfig
 from m2flow.apps.seeding import derived_seed
-from m2flow.worker import GroupSpec, Item, Worker, stage
+from m2flow.worker import GroupSpec, Inbox, Item, Worker, stage
 from m2flow.worker.engines.memory import keep_freed_pages
 from m2flow.worker.engines.rollout import Prompt, SamplingParams
 from m2flow.worker.engines.rollout.torch_engine import TorchRolloutConfig, TorchRolloutEngine
@@ -93,18 +94,20 @@ class RolloutWorker(Worker):
                 )
 
     @stage
-    def speak(self, items: list[Item]) -> Iterator[Item]:
-        """Each conversation with the model's next turn, as soon as it ends.
+    def speak(self, inbox: Inbox) -> Iterator[Item]:
+        """Each conversation with the model's next turn, as soon as it ends; others come in while it goes on.
 
         Reads `prompt_ids` and `completion_ids` (int32: what was said so far), `seed` and `turn`, a number that counts
         the conversation's turns; adds `turn_ids` (int32), `turn_logprobs` (float32), `turn_end` ("stop" or "length")
         and `policy_version`.
         """
-        yield from self._speak(items, self._config.temperature)
+        yield from self._speak(inbox.take, self._config.temperature)
 
     def turns(self, items: list[Item], temperature: float) -> list[Item]:
         """What `speak` gives at a temperature, for conversations outside the flow, in their order."""
-        return sorted(self._speak(items, temperature), key=lambda item: item.seq)
+        left = deque(items)
+        spoken = self._speak(lambda most: [left.popleft() for _ in range(min(most, len(left)))], temperature)
+        return sorted(spoken, key=lambda item: item.seq)
 
     def answer(
         self, problems: list[dict[str, Any]], num_samples: int, temperature: float, seed: int
@@ -129,15 +132,15 @@ class RolloutWorker(Worker):
         """The bytes of the model."""
         return self._engine.resident_bytes()
 
-    def _speak(self, items: Sequence[Item], temperature: float) -> Iterator[Item]:
-        prompts = [
-            Prompt(
-                [*item.fields["prompt_ids"].tolist(), *item.fields["completion_ids"].tolist()],
-                [derived_seed(item.fields["seed"], "turn", item.fields["turn"])],
-            )
-            for item in items
-        ]
-        for index, (turn,) in self._engine.generate(prompts, self._params(temperature)):
+    def _speak(self, take: Callable[[int], list[Item]], temperature: float) -> Iterator[Item]:
+        items: list[Item] = []
+
+        def more(room: int) -> list[Prompt]:
+            taken = take(room)
+            items.extend(taken)
+            return [_said_so_far(item) for item in taken]
+
+        for index, (turn,) in self._engine.generate([], self._params(temperature), more=more):
             yield items[index].with_fields(
                 turn_ids=turn.token_ids,
                 turn_logprobs=turn.logprobs,
@@ -172,3 +175,9 @@ class RolloutWorker(Worker):
         if not found and ends:
             raise ValueError(f"stop: no token of this model has one of {sorted(ends)!r}: choose other characters")
         return (int(self._tokenizer.eos_token_id), *found)
+
+
+def _said_so_far(item: Item) -> Prompt:
+    fields = item.fields
+    token_ids = [*fields["prompt_ids"].tolist(), *fields["completion_ids"].tolist()]
+    return Prompt(token_ids, [derived_seed(fields["seed"], "turn", fields["turn"])])

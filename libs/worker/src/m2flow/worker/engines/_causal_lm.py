@@ -1,7 +1,7 @@
 """A transformers causal language model, loaded for the engines and called on packed rows."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,11 +61,15 @@ class CausalLM:
         hidden: Tensor = outputs.last_hidden_state
         return hidden
 
-    def hidden_of(self, trie: TokenTrie, **kwargs: Any) -> Tensor:
-        """Hidden states [N, E] of the nodes of `trie`, in its order."""
-        tokens = torch.tensor([trie.tokens], device=self.device)
-        positions = torch.tensor([trie.depths], device=self.device)
-        mask = additive(trie.visible(), self.head.dtype, self.device)
+    def hidden_of(self, trie: TokenTrie, nodes: Sequence[int] | None = None, **kwargs: Any) -> Tensor:
+        """Hidden states [N, E] of `nodes` of `trie`, in rising order; of all unless given.
+
+        Where nodes are left out, a `kv_store` has their keys and values.
+        """
+        chosen = range(len(trie)) if nodes is None else nodes
+        tokens = torch.tensor([[trie.tokens[node] for node in chosen]], device=self.device)
+        positions = torch.tensor([[trie.depths[node] for node in chosen]], device=self.device)
+        mask = additive(trie.visible(nodes), self.head.dtype, self.device)
         return self.hidden(tokens, positions, mask[None, None], **kwargs)[0]
 
 

@@ -56,11 +56,20 @@ class TokenTrie:
             node = child
         return 0
 
-    def visible(self) -> NDArray[np.bool_]:
-        """bool [N, N]: entry (i, j) says that node i attends to node j, its ancestor or itself."""
-        mask = np.zeros((len(self), len(self)), dtype=np.bool_)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                mask[node, : parent + 1] = mask[parent, : parent + 1]
-            mask[node, node] = True
+    def visible(self, nodes: Sequence[int] | None = None) -> NDArray[np.bool_]:
+        """bool [len(nodes), N]: entry (i, j) says that node i attends to node j, its ancestor or itself.
+
+        `nodes` are node numbers in rising order; all of them unless given.
+        """
+        chosen = range(len(self)) if nodes is None else nodes
+        rows = {node: row for row, node in enumerate(chosen)}
+        mask = np.zeros((len(chosen), len(self)), dtype=np.bool_)
+        for node, row in rows.items():
+            ancestor = self.parents[node]
+            while ancestor >= 0 and ancestor not in rows:
+                mask[row, ancestor] = True
+                ancestor = self.parents[ancestor]
+            if ancestor >= 0:
+                mask[row] |= mask[rows[ancestor]]
+            mask[row, node] = True
         return mask

@@ -128,6 +128,39 @@ class RolloutEngineSuite:
                     assert one.token_ids.tolist() == two.token_ids.tolist()
                     np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-5)
 
+    def test_generate_takes_more_while_it_works(self, tmp_path: Path) -> None:
+        engine = self.make_engine(save_tiny_model(tmp_path))
+        prompts, params = _prompts(7, 3), SamplingParams(6, stop_token_ids=tuple(range(8)))
+        together = _by_index(engine.generate(prompts, params))
+        # One comes every time that it is asked, one at a time in the middle of others; then it is left to end.
+        coming = [[], [prompts[2]], prompts[3:5], [], [], [], [], [], [], [prompts[5]], [], [], [], [prompts[6]]]
+
+        def more(room: int) -> Sequence[Prompt]:
+            assert room > 0
+            return coming.pop(0) if coming else []
+
+        came = {}
+        for index, group in engine.generate(prompts[:2], params, more=more):
+            came[index] = group
+        while coming:  # an idle engine ends, and is asked again
+            start = 7 - sum(map(len, coming))
+            came |= {start + index: group for index, group in engine.generate([], params, more=more)}
+        assert sorted(came) == list(range(7))
+        for index, group in enumerate(together):
+            for one, two in zip(group, came[index], strict=True):
+                assert one.token_ids.tolist() == two.token_ids.tolist()
+                np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-5)
+
+    def test_generate_goes_on_from_what_it_generated(self, tmp_path: Path) -> None:
+        engine = self.make_engine(save_tiny_model(tmp_path))
+        params = SamplingParams(5)
+        tokens = [5, 6, 7]
+        for turn in range(4):
+            ((_, (completion,)),) = engine.generate([Prompt(tokens, [turn])], params)
+            want = reference_logprobs(tmp_path, tokens, completion.token_ids.tolist())
+            np.testing.assert_allclose(completion.logprobs, want, atol=2e-5)
+            tokens = [*tokens, *completion.token_ids.tolist(), 8 + turn]
+
     def test_generate_samples_the_policy(self, tmp_path: Path) -> None:
         engine = self.make_engine(save_tiny_model(tmp_path))
         num_samples = 4000

@@ -1,8 +1,8 @@
 """The seam between a rollout worker and whatever generates tokens for it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,13 +71,22 @@ class Completion:
     finish_reason: Literal["stop", "length"]
 
 
+More: TypeAlias = Callable[[int], Sequence[Prompt]]
+"""Prompts that have come in the meantime; the engine has room for so many samples. Returns at once."""
+
+
 class RolloutEngine(Protocol):
     """Generates from one set of weights at a time. Not thread-safe: one caller."""
 
     policy_version: int
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[tuple[int, list[Completion]]]:
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, more: More | None = None
+    ) -> Iterator[tuple[int, list[Completion]]]:
         """Yield (index in `prompts`, a completion per seed) for each prompt, as soon as its last sample ends.
+
+        Where there is `more`, the engine asks it while it generates, and once it has nothing left; what comes of it is
+        counted on from `prompts`. It ends when it has nothing left and there is no more.
 
         A sample depends on its own prompt and seed, never on what shares its batch, on the order of `prompts` or on
         how they are split over calls (to the rounding of the number format). Blocks while it computes. Weights must

@@ -1,27 +1,27 @@
 """The rollout engine in plain torch: the default on CPU, and the reference for the others.
 
-What makes it fast is what it does not compute. Prompts are prefilled as one tree, so worked examples that prompts
-share, and a prompt that its samples share, are computed once. Decoding rows are distinct prefixes, not samples:
-samples that have drawn the same tokens so far share a row, and part where they differ. A finished sample leaves.
-Logits are computed for the rows' last positions alone.
+What makes it fast is what it does not compute. Prompts are prefilled as one tree, which is kept until the weights
+change: worked examples that prompts share, a prompt that its samples share, and what was said so far in a conversation
+that goes on are computed once. Decoding rows are distinct prefixes, not samples: samples that have drawn the same
+tokens so far share a row, and part where they differ. Prompts come in and finished samples leave between steps. Logits
+are computed for the rows' last positions alone.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from m2flow.worker.engines._causal_lm import CausalLM
-from m2flow.worker.engines._trie import TokenTrie
 from m2flow.worker.engines._weights import copy_weights, num_bytes
 from m2flow.worker.engines.precision import generation_dtype
 from m2flow.worker.engines.rollout import _sampling
-from m2flow.worker.engines.rollout._cache import PrefillCapture, RowCache
-from m2flow.worker.engines.rollout.engine import Completion, Prompt, SamplingParams
+from m2flow.worker.engines.rollout._cache import PrefixCache, RowCache
+from m2flow.worker.engines.rollout.engine import Completion, More, Prompt, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class TorchRolloutConfig:
     path: Hugging Face model directory.
     dtype: "float32", "bfloat16", or "auto": what this machine generates fastest in.
     device: a torch device.
-    max_samples: most samples decoded together; more are generated in waves. Memory and time, not results.
+    max_samples: most samples decoded together; more wait for room. Memory and time, not results.
     max_prefill_tokens: most tokens of a packed prefill; the attention scores grow with their square.
+    max_cached_tokens: most tokens of prompts whose keys and values are kept between calls.
     """
 
     path: str
@@ -39,14 +40,7 @@ class TorchRolloutConfig:
     device: str = "cpu"
     max_samples: int = 256
     max_prefill_tokens: int = 4096
-
-
-@dataclass
-class _Row:
-    """A distinct prefix that is being continued, and the samples (of one prompt) that have it."""
-
-    prompt: int
-    samples: list[int]
+    max_cached_tokens: int = 4096
 
 
 class _Sample:
@@ -72,6 +66,7 @@ class TorchRolloutEngine:
         self._config = config
         self._lm = CausalLM.load(Path(config.path), dtype=dtype, device=torch.device(config.device))
         self._lm.model.requires_grad_(False)
+        self._prefixes = PrefixCache(config.max_cached_tokens)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,74 +74,56 @@ class TorchRolloutEngine:
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         copy_weights(self._lm.model, weights)
+        self._prefixes.clear()
         self.policy_version = version
 
     def resident_bytes(self) -> int:
-        return num_bytes(self._lm.model)
+        return num_bytes(self._lm.model) + self._prefixes.num_bytes()
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[tuple[int, list[Completion]]]:
-        for wave in self._waves(prompts):
-            for index, completions in self._generate_wave([prompts[index] for index in wave], params):
-                yield wave[index], completions
-
-    def _waves(self, prompts: Sequence[Prompt]) -> Iterator[list[int]]:
-        """Split prompt numbers by the two limits; a prompt that exceeds one alone is a wave of its own."""
-        wave: list[int] = []
-        samples = tokens = 0
-        for index, prompt in enumerate(prompts):
-            samples += len(prompt.seeds)
-            tokens += len(prompt.token_ids)
-            if wave and (samples > self._config.max_samples or tokens > self._config.max_prefill_tokens):
-                yield wave
-                wave, samples, tokens = [], len(prompt.seeds), len(prompt.token_ids)
-            wave.append(index)
-        if wave:
-            yield wave
-
-    def _generate_wave(
-        self, prompts: Sequence[Prompt], params: SamplingParams
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, more: More | None = None
     ) -> Iterator[tuple[int, list[Completion]]]:
-        samples = [[_Sample() for _ in prompt.seeds] for prompt in prompts]
-        unfinished = [len(prompt.seeds) for prompt in prompts]
-        seeds = [np.array([seed % 2**64 for seed in prompt.seeds], dtype=np.uint64) for prompt in prompts]
-        rows = [_Row(index, list(range(len(prompt.seeds)))) for index, prompt in enumerate(prompts)]
-        cache, logits = self._prefill(prompts)
-        for position in range(params.max_new_tokens):
-            children: list[_Row] = []
-            tokens: list[int] = []
-            parents: list[int] = []
-            drawn = _draw(logits, [seeds[row.prompt][row.samples] for row in rows], params, position)
-            for number, row in enumerate(rows):
-                followers: dict[int, list[int]] = {}
-                for sample, token, logprob in zip(row.samples, *drawn[number], strict=True):
-                    samples[row.prompt][sample].tokens.append(token)
-                    samples[row.prompt][sample].logprobs.append(logprob)
-                    if token in params.stop_token_ids or position + 1 == params.max_new_tokens:
-                        unfinished[row.prompt] -= 1
-                    else:
-                        followers.setdefault(token, []).append(sample)
-                for token, followed in followers.items():
-                    children.append(_Row(row.prompt, followed))
-                    tokens.append(token)
-                    parents.append(number)
-            done = {row.prompt for row in rows if unfinished[row.prompt] == 0}
-            for index in sorted(done):
-                yield index, [sample.completion(params.stop_token_ids) for sample in samples[index]]
-            if not children:
+        waiting = deque(enumerate(prompts))
+        num_seen, active = len(prompts), 0
+        rows: list[_Row] = []
+        cache, logits = RowCache(), self._lm.head.new_empty(0, len(self._lm.head))
+        while True:
+            room = self._config.max_samples - active
+            if more is not None and not waiting and room > 0:
+                waiting.extend(enumerate(more(room), num_seen))
+                num_seen += len(waiting)
+            admitted = [_Running(index, prompt) for index, prompt in self._admit(waiting, room, idle=not active)]
+            if admitted:
+                active += sum(len(running.samples) for running in admitted)
+                rows += [_Row(running, list(range(len(running.samples)))) for running in admitted]
+                logits = self._prefill(cache, [running.prompt.token_ids for running in admitted], logits)
+            if not rows:
                 return
-            rows = children
+            rows, tokens, parents, done = _advance(rows, logits, params)
+            for running in done:
+                active -= len(running.samples)
+                yield running.index, [sample.completion(params.stop_token_ids) for sample in running.samples]
             cache.select(parents)
-            logits = self._decode(cache, tokens)
+            logits = self._decode(cache, tokens) if rows else logits[:0]
+
+    def _admit(self, waiting: deque[tuple[int, Prompt]], room: int, *, idle: bool) -> Iterator[tuple[int, Prompt]]:
+        """Takes from `waiting` what the two limits let in now; an idle engine takes one, whatever its size."""
+        tokens = self._config.max_prefill_tokens
+        while waiting:
+            prompt = waiting[0][1]
+            room -= len(prompt.seeds)
+            tokens -= self._prefixes.count_new(prompt.token_ids)
+            if not idle and (room < 0 or tokens < 0):
+                return
+            idle = False
+            yield waiting.popleft()
 
     @torch.inference_mode()
-    def _prefill(self, prompts: Sequence[Prompt]) -> tuple[RowCache, Tensor]:
-        """A row per prompt, and the logits [rows, V] of each prompt's last token."""
-        trie = TokenTrie()
-        paths = [trie.add(prompt.token_ids) for prompt in prompts]
-        capture = PrefillCapture()
-        hidden = self._lm.hidden_of(trie, kv_store=capture)
-        last = torch.tensor([path[-1] for path in paths], device=hidden.device)
-        return RowCache(capture, paths), hidden[last] @ self._lm.head.T
+    def _prefill(self, cache: RowCache, prompts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+        """Adds a row per prompt; returns `logits` [rows, V] with those of each prompt's last token at the end."""
+        paths, hidden = self._prefixes.prefill(self._lm, prompts)
+        cache.add(self._prefixes, paths)
+        return torch.cat([logits, hidden @ self._lm.head.T])
 
     @torch.inference_mode()
     def _decode(self, cache: RowCache, tokens: Sequence[int]) -> Tensor:
@@ -159,21 +136,71 @@ class TorchRolloutEngine:
         return hidden[:, 0] @ self._lm.head.T
 
 
+class _Running:
+    """A prompt whose samples are being drawn; those that have not ended have `position` tokens each."""
+
+    def __init__(self, index: int, prompt: Prompt) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.seeds = np.array([seed % 2**64 for seed in prompt.seeds], dtype=np.uint64)
+        self.samples = [_Sample() for _ in prompt.seeds]
+        self.unfinished = len(self.samples)
+        self.position = 0
+
+
+@dataclass
+class _Row:
+    """A distinct prefix that is being continued, and the samples (of one prompt) that have it."""
+
+    running: _Running
+    samples: list[int]
+
+
+def _advance(
+    rows: Sequence[_Row], logits: Tensor, params: SamplingParams
+) -> tuple[list[_Row], list[int], list[int], list[_Running]]:
+    """Draws a token for each sample of each row from logits [R, V].
+
+    Returns the rows that go on, with the token that each begins with and the row that each comes of; and the prompts
+    whose last sample has ended.
+    """
+    children: list[_Row] = []
+    tokens: list[int] = []
+    parents: list[int] = []
+    drawn = _draw(logits, rows, params)
+    every = list(dict.fromkeys(row.running for row in rows))
+    for number, row in enumerate(rows):
+        running = row.running
+        followers: dict[int, list[int]] = {}
+        for sample, token, logprob in zip(row.samples, *drawn[number], strict=True):
+            running.samples[sample].tokens.append(token)
+            running.samples[sample].logprobs.append(logprob)
+            if token in params.stop_token_ids or running.position + 1 == params.max_new_tokens:
+                running.unfinished -= 1
+            else:
+                followers.setdefault(token, []).append(sample)
+        for token, followed in followers.items():
+            children.append(_Row(running, followed))
+            tokens.append(token)
+            parents.append(number)
+    for running in every:
+        running.position += 1
+    return children, tokens, parents, [running for running in every if not running.unfinished]
+
+
 @torch.inference_mode()
-def _draw(
-    logits: Tensor, seeds: Sequence[NDArray[np.uint64]], params: SamplingParams, position: int
-) -> list[tuple[list[int], list[float]]]:
-    """For each row of logits [R, V]: the token drawn for each of its seeds, and that token's logprob."""
+def _draw(logits: Tensor, rows: Sequence[_Row], params: SamplingParams) -> list[tuple[list[int], list[float]]]:
+    """For each row of logits [R, V]: the token drawn for each of its samples, and that token's logprob."""
     logprobs = _sampling.log_softmax_(logits, params.temperature)
     if params.temperature == 0:
         best, tokens = logprobs.max(dim=-1)
         return [
-            ([token] * len(row), [logprob] * len(row))
-            for token, logprob, row in zip(tokens.tolist(), best.tolist(), seeds, strict=True)
+            ([token] * len(row.samples), [logprob] * len(row.samples))
+            for token, logprob, row in zip(tokens.tolist(), best.tolist(), rows, strict=True)
         ]
     allowed = logprobs if params.top_p == 1 else _sampling.keep_nucleus(logprobs, params.top_p)
     drawn = []
-    for full, masked, row in zip(logprobs.cpu().numpy(), allowed.cpu().numpy(), seeds, strict=True):
-        chosen = _sampling.draw(masked, row, position)
+    for full, masked, row in zip(logprobs.cpu().numpy(), allowed.cpu().numpy(), rows, strict=True):
+        chosen = _sampling.draw(masked, row.running.seeds[row.samples], row.running.position)
         drawn.append((chosen.tolist(), full[chosen].tolist()))
     return drawn

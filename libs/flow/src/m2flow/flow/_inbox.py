@@ -74,10 +74,10 @@ class Inbox:
         stride = num_ranks if inbox.routed else 1
         self._order = SourceOrder(inbox.window, offset=rank if inbox.routed else 0, stride=stride)
         self._ready: deque[Item] = deque()
-        # An episode dies in two rounds where its process was killed after it had told one consumer of the first.
-        self._dead: set[tuple[str, tuple[int, ...]]] = set()
         # How many of those, in front, have come back to the head of a loop.
         self._num_back = 0
+        # An episode dies in two rounds where its process was killed after it had told one consumer of the first.
+        self._dead: set[tuple[str, tuple[int, ...]]] = set()
         self._leases: dict[str, list[Lease]] = {}
         # The processes that put items into a loop from outside.
         self._entering = sum(len(flow.endpoints(port)) for port in outside)

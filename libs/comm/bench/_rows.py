@@ -91,8 +91,13 @@ def _end(process: "subprocess.Popen[str]") -> None:
     process.communicate()
 
 
-def main(script: str, measure: Callable[[], Iterable[dict[str, Any]]], roles: dict[str, Role]) -> None:
-    """Plays a role when told to, else measures and writes the rows."""
+def main(
+    script: str,
+    measure: Callable[[], Iterable[dict[str, Any]]],
+    roles: dict[str, Role],
+    plot: Callable[[Path], None] | None = None,
+) -> None:
+    """Plays a role when told to, else measures, writes the rows and draws what there is to draw."""
     if sys.argv[1:2] == ["--role"]:
         role, name, directory, *arguments = sys.argv[2:]
         with Endpoint(Path(directory), name, token=TOKEN, connect_timeout_s=60) as endpoint:
@@ -100,6 +105,8 @@ def main(script: str, measure: Callable[[], Iterable[dict[str, Any]]], roles: di
         return
     parser = argparse.ArgumentParser(description=script)
     parser.add_argument("--json", type=Path)
+    if plot is not None:
+        parser.add_argument("--plot", type=Path, help="an SVG or PNG; needs matplotlib")
     options = parser.parse_args()
     rows = []
     for found in measure():
@@ -107,6 +114,8 @@ def main(script: str, measure: Callable[[], Iterable[dict[str, Any]]], roles: di
         print({key: found[key] for key in ("name", "value", "unit", "peer", "ratio", "target", "holds")}, flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2))
+    if plot is not None and options.plot:
+        plot(options.plot)
 
 
 def median_us(nanoseconds: Sequence[int]) -> float:

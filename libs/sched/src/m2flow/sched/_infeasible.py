@@ -10,14 +10,13 @@ _MOST_TIMES = 128  # as many devices, or as much memory, as a change may ask for
 
 def why_infeasible(model: Model) -> str:
     """One paragraph: the shortage, then every single change that was tried and makes a plan fit."""
-    devices = {kind: least for kind in model.kinds if (least := _least_devices(model, kind))}
-    memory = {kind: least for kind in model.kinds if (least := _least_memory(model, kind))}
-    changes = [
-        f"{least - have} {kind} device{'s' if least - have > 1 else ''} more ({least} in all)"
-        for kind, least in devices.items()
-        for have in [len(model.pools[kind].ids)]
-    ]
-    changes += [f"{kind} devices with {_bytes(least)}" for kind, least in memory.items()]
+    devices = {kind: count for kind in model.kinds if (count := _least_devices(model, kind))}
+    memory = {kind: size for kind in model.kinds if (size := _least_memory(model, kind))}
+    changes = []
+    for kind, count in devices.items():
+        more = count - len(model.pools[kind].ids)
+        changes.append(f"{more} {kind} device{'s' if more > 1 else ''} more ({count} in all)")
+    changes += [f"{kind} devices with {_bytes(size)}" for kind, size in memory.items()]
     for group in model.workflow.graph.groups:
         if not group.can_offload and _fits(model, offload=group.name):
             changes.append(f"let group {group.name!r} offload (can_offload)")

@@ -129,15 +129,17 @@ def _draw(parsed: argparse.Namespace, request: sched_pb2.PlanRequest, answer: sc
 
 
 def _write(parsed: argparse.Namespace, timeline: flow_pb2.Timeline, title: str) -> None:
-    drawn = ((parsed.svg, lambda: svg(timeline, title=title)), (parsed.perfetto, lambda: perfetto(timeline)))
-    for file, draw in drawn:
-        if file:
-            try:
-                pathlib.Path(file).write_text(draw(), encoding="utf-8")
-            except OSError as wrong:
-                raise SchedError(
-                    f"{file} cannot be written ({wrong.strerror}): name a file in a folder that is there"
-                ) from None
+    if parsed.svg:
+        _save(parsed.svg, svg(timeline, title=title))
+    if parsed.perfetto:
+        _save(parsed.perfetto, perfetto(timeline))
+
+
+def _save(file: str, text: str) -> None:
+    try:
+        pathlib.Path(file).write_text(text, encoding="utf-8")
+    except OSError as wrong:
+        raise SchedError(f"{file} cannot be written: {wrong.strerror}: name a file that can") from None
 
 
 def _answer(parsed: argparse.Namespace, message: Message, text: str, good: bool) -> int:

@@ -8,7 +8,7 @@ import hmac
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
@@ -22,6 +22,7 @@ from m2flow.sched.simulation import simulate
 TOKEN_KEY = "m2flow-token"
 A = TypeVar("A")
 B = TypeVar("B")
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _log = logging.getLogger(__name__)
 
 
@@ -65,18 +66,18 @@ def serve(address: str, *, token: str, num_threads: int = 2) -> tuple[grpc.Serve
     return server, port
 
 
-class _Guard(grpc.ServerInterceptor):  # type: ignore[misc]
+class _Guard(grpc.ServerInterceptor):
     """Lets through the calls that bring the token."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
-        self._refusal = grpc.unary_unary_rpc_method_handler(_refuse)
+        self._refusal: _Handler = grpc.unary_unary_rpc_method_handler(_refuse)
 
     def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler | None],
+        continuation: "Callable[[grpc.HandlerCallDetails], _Handler | None]",
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler | None:
+    ) -> "_Handler | None":
         brought = dict(handler_call_details.invocation_metadata).get(TOKEN_KEY, "")
         if hmac.compare_digest(str(brought).encode(), self._token):
             return continuation(handler_call_details)

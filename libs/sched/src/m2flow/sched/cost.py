@@ -24,6 +24,7 @@ Origin = Literal["measured", "interpolated", "extrapolated", "roofline", "assume
 _FADE = 0.05  # squared distance, in e-folds, at which a residual has lost half its weight
 _NOT_WILD = 3  # repeats that agree in their median: what they say is so, whatever the other measurements lead to expect
 _TERMS = 7
+_INTERVAL = 3.0  # times the median deviation is two standard deviations, nearly
 _STRANGE = 2.0  # e-folds that an e-fold to the next measured layout counts for: the terms of a layout are rough
 _RECENT = 8  # ratios of one stage beside the same others that count: the last ones
 _FAR = np.log(8.0)  # beyond 8x outside the samples a roofline is better than the curve, where there is one
@@ -54,7 +55,7 @@ class StageCost:
         coefficients: [4], see the module.
         points: [P, 2], the logarithms of (x, n) of the kept measurements.
         residuals: [P], log(measured / fitted) there.
-        noise: Typical relative scatter of one measurement around the curve.
+        noise: Relative half-width of the interval that holds nearly every measurement around the curve.
         per_item: x of one item: its tokens where `counts_tokens`, else 1.
         scale: A factor on every answer: what-if, or other hardware.
         origin: "measured" for a fit; "assumed" or "roofline" for a stage without samples.
@@ -152,7 +153,7 @@ def fit_stage(
         _in_layout(coefficients, layout),
         points[own] if own.any() else points[keep],
         residuals[own] if own.any() else np.zeros(int(keep.sum())),
-        max(scatter, 0.5 * typical, 0.01),
+        max(scatter, _INTERVAL * typical, 0.01),
         per_item,
         counts_tokens,
         away=0.0 if own.any() else _STRANGE * float(apart[keep].min()),

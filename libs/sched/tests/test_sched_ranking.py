@@ -66,5 +66,5 @@ def test_plans_that_differ_by_more_than_their_errors_rank_as_they_run(first: int
             if other.simulated_s - one.simulated_s > error:
                 compared += 1
                 assert one_s < other_s, (seed, one.shape, other.shape)
-    assert compared > 20
+    assert compared >= 10  # pairs far enough apart to say something of
     assert outside <= 0.3 * plans

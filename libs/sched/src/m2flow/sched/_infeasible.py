@@ -7,6 +7,8 @@ from m2flow.sched._plans import best_plans
 
 _MOST_TIMES = 128  # as many devices, or as much memory, as a change may ask for
 
+_UNITS = 64  # into which more devices are divided; what fits in coarser steps fits in finer ones
+
 
 def why_infeasible(model: Model) -> str:
     """One paragraph: the shortage, then every single change that was tried and makes a plan fit."""
@@ -91,6 +93,7 @@ def _fits(
         if cluster is None:
             return False
         request.cluster.CopyFrom(cluster)
+        request.device_quantum *= _coarser(model, len(model.pools[kind].ids) + count)
     for node in request.cluster.nodes:
         for spec in node.devices:
             spec.memory_bytes *= (memory or {}).get(spec.kind, 1.0)
@@ -99,6 +102,12 @@ def _fits(
     if any_mode:
         request.mode = ""
     return bool(best_plans(build(request).problem, request.mode, 1))
+
+
+def _coarser(model: Model, count: int) -> int:
+    """The factor on the quantum with which so many devices are searched as fast as those at hand, or 64 units."""
+    units = max(_UNITS, *model.problem.grid.shape)
+    return max(1, -(-count // (max(model.request.device_quantum, 1) * units)))
 
 
 def _bytes(size: float) -> str:

@@ -166,6 +166,11 @@ def test_with_a_long_tail_most_is_trained_before_the_last_rollout_ends(threads):
     last = max(end for _, end in seconds(busy(result, "rollout.generate")))
     before = sum(s.items for s in busy(result, "actor.train") if s.end_ns / 1e9 < last)
     assert before >= 0.8 * PROMPTS
+    (span,) = busy(result, "rollout.generate")
+    out = list(span.output_after_ns)
+    assert out == sorted(out)
+    assert len(out) == len(span.outputs) == PROMPTS * SAMPLES
+    assert out[-SAMPLES - 1] < 0.5 * (span.end_ns - span.start_ns) < out[-1]
 
 
 @pytest.mark.medium

@@ -1,5 +1,7 @@
 """Cost models: what they interpolate, what they ignore, and how sure they say they are."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -119,7 +121,7 @@ def test_measured_peaks_correct_the_closed_form() -> None:
     model = sched_pb2.StageModel(stage="t", transformer=LLAMA_8B, phase=sched_pb2.PHASE_TRAIN, tokens_in_flight=8192)
     bare = footprint(model, data=8, tensor=1, pipeline=1).total
     peaks = [sched_pb2.Sample(stage="t", devices=8, items=1, seconds=1, peak_bytes=1.2 * bare)]
-    fitted = fit_memory(peaks, model, 1)
+    fitted = fit_memory(peaks, model)
     assert fitted is not None
     assert fitted.peak_bytes(1.0, np.array([16.0]))[0] == pytest.approx(
         1.2 * footprint(model, data=16, tensor=1, pipeline=1).total
@@ -128,7 +130,7 @@ def test_measured_peaks_correct_the_closed_form() -> None:
 
 def test_peaks_alone_are_fitted_in_devices() -> None:
     peaks = [sched_pb2.Sample(stage="t", devices=n, items=8, seconds=1, peak_bytes=4 + 60 / n) for n in (1, 2, 4)]
-    fitted = fit_memory(peaks, None, 1)
+    fitted = fit_memory(peaks, None)
     assert fitted is not None
     assert fitted.peak_bytes(8.0, np.array([8.0]))[0] == pytest.approx(4 + 60 / 8, rel=0.01)
 
@@ -196,3 +198,89 @@ def test_a_time_beside_others_bounds_the_time_alone() -> None:
     profile.samples[1].seconds = 3  # slower than half of what two devices do: that is the neighbour's doing
     request.profile.CopyFrom(profile)
     assert plan(request).plans[0].simulated_s == pytest.approx(8.0, rel=0.01)
+
+
+def _in_layouts(cells: list[tuple[int, int, int, float]]) -> list[sched_pb2.Sample]:
+    """Samples in layouts (data, tensor, pipeline) of x items, by a truth that the fit is not told.
+
+    Each micro-batch of a rank's share is a forward over the pipeline's stages; every tensor rank beyond the first
+    moves 4% of the work of one device, and one pass over the weights takes 6 s of one device.
+    """
+    samples = []
+    for d, t, p, x in cells:
+        share, micro = x / d, 8
+        one = 2.0 * share / micro / (t * p) * (1 + 0.04 * (t - 1))
+        sample = sched_pb2.Sample(stage="s", devices=d * t * p, items=x, seconds=(micro + p - 1) * one + 6 / (t * p))
+        sample.layout.data, sample.layout.tensor, sample.layout.pipeline = d, t, p
+        samples.append(sample)
+    return samples
+
+
+MEASURED_LAYOUTS = [
+    (d, t, p, x) for d, t, p in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)) for x in (32, 128)
+]
+
+
+@pytest.mark.parametrize("layout", [(4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 4, 2), (8, 2, 2)])
+def test_layouts_that_were_not_measured_follow_from_those_that_were(layout: tuple[int, int, int]) -> None:
+    tensor, pipeline = layout[1:]
+    model = fit_stage(_in_layouts(MEASURED_LAYOUTS), layout=(tensor, pipeline))
+    for items in (64, 256):
+        (truth,) = _in_layouts([(*layout, items)])
+        estimate = model.estimate(items, truth.devices)
+        assert estimate.seconds == pytest.approx(truth.seconds, rel=0.02)
+        assert estimate.low_s <= truth.seconds <= estimate.high_s
+        if (tensor, pipeline) not in {(1, 1), (2, 1), (1, 2)}:
+            assert estimate.origin == "extrapolated"
+
+
+def test_a_layout_that_nothing_is_known_of_is_believed_less() -> None:
+    """Measured without tensor parallelism alone, its communication is unknown: the range must hold it."""
+    plain = [cell for cell in MEASURED_LAYOUTS if cell[1:3] == (1, 1)]
+    model = fit_stage(_in_layouts(plain), layout=(4, 1))
+    (truth,) = _in_layouts([(2, 4, 1, 128)])
+    estimate = model.estimate(128, 8)
+    assert estimate.origin == "extrapolated"
+    assert estimate.low_s <= truth.seconds <= estimate.high_s
+    assert estimate.relative_error > 2 * fit_stage(_in_layouts(plain)).estimate(128, 8).relative_error
+
+
+def test_a_plan_takes_the_layout_of_its_ranks(make_request: Callable[..., sched_pb2.PlanRequest]) -> None:
+    """Eight devices: as two ranks of tensor 4 by one set of samples, as eight of one device by another."""
+    request = make_request(8, mode="temporal")
+    samples = [s for s in request.profile.samples if s.stage != "actor.train"]
+    del request.profile.samples[:]
+    request.profile.samples.extend(samples)
+    for sample in _in_layouts([(8, 1, 1, 64), (2, 4, 1, 64)]):
+        sample.stage = "actor.train"
+        request.profile.samples.append(sample)
+    seconds = {}
+    for per_rank in (1, 4):
+        request.workflow.groups[2].devices_per_rank = per_rank
+        best = plan(request).plans[0].plan
+        seconds[per_rank] = next(s.busy_s for s in best.prediction.stages if s.stage == "actor.train")
+    measured = {s.layout.tensor: s.seconds for s in request.profile.samples if s.stage == "actor.train"}
+    assert seconds[1] == pytest.approx(measured[1], rel=0.01)
+    assert seconds[4] == pytest.approx(measured[4], rel=0.01)
+
+
+def test_a_jump_moves_what_has_not_been_measured_since() -> None:
+    """The host becomes twice as slow; three measurements on two devices say so, and four devices believe it too."""
+    before = _samples([(n, 16, _truth(n, 16)) for n in (1, 2, 4) for _ in range(5)])
+    after = _samples([(2, 16, 2 * _truth(2, 16)) for _ in range(3)])
+    assert fit_stage(before + after[:2]).estimate(16, 4).seconds == pytest.approx(_truth(4, 16), rel=0.05)
+    assert fit_stage(before + after).estimate(16, 4).seconds == pytest.approx(2 * _truth(4, 16), rel=0.05)
+    back = _samples([(2, 16, _truth(2, 16)) for _ in range(3)])
+    assert fit_stage(before + after + back).estimate(16, 4).seconds == pytest.approx(_truth(4, 16), rel=0.05)
+
+
+def test_lengths_seen_beside_others_are_lengths() -> None:
+    """Items grow fourfold while the stage runs beside another, which slows it by a fifth: the two are told apart."""
+    alone = _samples([(n, x, _truth(n, x)) for n in (1, 2, 4) for x in (4, 16, 64, 256)], tokens_per_item=100)
+    long = [
+        sched_pb2.Sample(stage="s", devices=2, items=16, seconds=1.2 * _truth(2, 64), tokens=16 * 400, beside=["a"])
+        for _ in range(8)
+    ]
+    model = fit_stage(alone, lengths=alone + long)
+    assert model.estimate(16, 4).seconds == pytest.approx(_truth(4, 64), rel=0.02)
+    assert slowdown(fit_corun(long, {"s": model}), "s", frozenset({"a"})) == pytest.approx(1.2, rel=0.02)

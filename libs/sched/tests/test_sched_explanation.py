@@ -31,6 +31,19 @@ def test_what_one_device_more_brings_is_what_planning_with_it_gives(make_request
     assert f"With 1 cuda device more: {seconds:.4g} s" in text
 
 
+def test_one_core_more_or_fewer_is_planned_with_too(make_request: Make) -> None:
+    """Devices of kind cpu that no node lists are its cores."""
+    request = make_request(8, kind="cpu")
+    request.cluster.nodes[0].ClearField("devices")
+    seconds = {}
+    for cores in (3, 5, 4):
+        request.cluster.nodes[0].cores = cores
+        seconds[cores] = plan(request).lower_bound_s
+    text = explain(request).text
+    assert f"With 1 cpu device more: {seconds[5]:.4g} s" in text
+    assert f"With 1 cpu device fewer: {seconds[3]:.4g} s" in text
+
+
 def test_memory_binds_where_it_makes_groups_switch(make_request: Make) -> None:
     answer = explain(make_request(8, memory_bytes=80 * GIB, resident_bytes=50 * GIB))
     assert answer.binding_constraint.startswith("memory twice as large would save")

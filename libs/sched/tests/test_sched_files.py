@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -75,6 +76,10 @@ def test_json_goes_out_and_comes_back(case: pathlib.Path) -> None:
         ("groups: [{name: g, can_offload: 3}]", "true or false"),
         ("- 1", "want a WorkflowGraph with keys"),
         ("a: [", "cannot be read"),
+        ("name: a\nname: b", "key 'name' is there twice"),
+        ("name: [a]", "want text"),
+        ("source_items: .nan", "whole number"),
+        ("source_items: 1e30", "whole number"),
     ],
 )
 def test_mistakes_are_named_where_they_are(tmp_path: pathlib.Path, text: str, message: str) -> None:
@@ -149,6 +154,63 @@ def test_what_cannot_be_read_exits_with_two(tmp_path: pathlib.Path, capsys: pyte
     assert main(["plan", str(tmp_path)]) == 2
     assert main(["plan"]) == 2
     assert "give one or the other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("profile.samples.0.seconds=.nan", "seconds is nan, want 0 to"),
+        ("profile.samples.0.seconds=-1", "seconds is -1, want 0 to"),
+        ("profile.samples.0.seconds=0", "of stage 'rollout.generate' has seconds 0, want"),
+        ("profile.samples.0.seconds=1e300", "seconds is 1e.300, want"),
+        ("profile.samples.0.items=0", "has items 0, want"),
+        ("profile.samples.0.devices=0", "has devices 0, want 1 to"),
+        ("profile.samples.0.beside=rollout.generate", "ran beside itself"),
+        ("profile.samples.0.layout={data: 2, tensor: 2, pipeline: 1}", "layout 2 x 2 x 1 on 1 devices"),
+        ("profile.switches.0.onload_s=-5", "onload_s is -5"),
+        ("profile.transfer_latency_s=-1", "transfer_latency_s is -1"),
+        ("cluster.nodes.0.devices.0.memory_bytes=-1", "memory_bytes is -1"),
+        ("cluster.nodes.0.devices.0.count=0", "no devices"),
+        ("cluster.nodes.0.count=1000000", "4,000,000 devices, want at most"),
+        ("workflow.source_items=0", "source_items is 0"),
+        ("workflow.source_items=1e12", "source_items is 1000000000000, want"),
+        ("workflow.stages.1.expansion=-3", "expansion is -3"),
+        ("workflow.stages.1.kind=publish", "publishes to group ''"),
+        ("workflow.streams.1.rounds=1e9", "rounds, want at most"),
+        ("workflow.groups.0.name=actor", "lists group 'actor' twice"),
+        ("workflow.groups=[{name: rollout, min_devices: 4, max_devices: 2}]", "at most 2 devices and at least 4"),
+        ("workflow.name=[", "no YAML value"),
+        ("max_chunks=100000000", "max_chunks is 100000000, want at most 1,024"),
+        ("max_staleness=100000", "max_staleness is 100000, want at most 64"),
+    ],
+)
+def test_numbers_that_nothing_real_has_exit_with_two(
+    case: pathlib.Path, capsys: pytest.CaptureFixture[str], setting: str, message: str
+) -> None:
+    assert main(["plan", str(case), "--set", setting]) == 2
+    answer = capsys.readouterr()
+    assert re.search(message, answer.err)
+    assert not answer.out
+
+
+def test_options_and_files_that_cannot_be_used_exit_with_two(
+    case: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(case), "--quantum", "-3"]) == 2
+    assert main(["plan", str(case), "--svg", str(case / "nowhere" / "plan.svg")]) == 2
+    (case / "workflow.yaml").write_bytes(b"\xff\xfe\x00")
+    assert main(["plan", str(case)]) == 2
+    errors = capsys.readouterr().err
+    for words in ("--quantum -3, want 0 or more", "cannot be written", "cannot be read as a WorkflowGraph"):
+        assert words in errors
+
+
+def test_a_misspelt_stage_of_the_profile_is_noted(case: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(case), "--set", "profile.samples.0.stage=rollot.generate"]) == 0
+    text = capsys.readouterr().out
+    assert "samples of stage 'rollot.generate', which the workflow does not have" in text
+    assert "did you mean 'rollout.generate'?" in text
+    assert "rollout.generate: no samples" in text
 
 
 def test_a_picture_has_a_row_for_each_set_of_devices(make_request: Make) -> None:

@@ -93,7 +93,7 @@ def test_too_few_devices_is_said_with_the_number(make_request: Make) -> None:
     request = make_request(2)
     request.workflow.groups[2].min_devices = 8
     assert "needs 8 devices of kind 'cuda', there are 2, 6 are missing" in plan(request).infeasible
-    assert "4 times the devices" in plan(request).infeasible
+    assert "6 cuda devices more (8 in all)" in plan(request).infeasible
 
 
 def test_an_empty_profile_still_gives_a_plan_and_says_so(make_request: Make) -> None:
@@ -110,6 +110,37 @@ def test_ranks_are_whole(make_request: Make) -> None:
     for ranked in plan(request).plans:
         rollout = ranked.plan.groups[0]
         assert len(rollout.device_ids) == 4 * rollout.num_ranks
+
+
+def test_the_single_change_is_the_smallest_that_makes_it_fit(make_request: Make) -> None:
+    """Each case says so many devices more: with them a plan fits, with one fewer it does not."""
+    spatial = make_request(8, mode="spatial")
+    spatial.workflow.groups[0].min_devices, spatial.workflow.groups[2].min_devices = 6, 4
+    wide = make_request(8)
+    wide.workflow.groups[0].devices_per_rank = 9
+    full = make_request(2, memory_bytes=80 * GIB, resident_bytes=50 * GIB, can_offload=False)
+    cores = make_request(8, kind="cpu")
+    cores.cluster.nodes[0].ClearField("devices")
+    cores.cluster.nodes[0].cores = 4
+    cores.workflow.groups[2].min_devices = 11
+    for request, more in ((spatial, 3), (wide, 1), (full, 1), (cores, 7)):
+        assert f"{more} {request.workflow.groups[0].device_kind} device" in plan(request).infeasible
+        node = request.cluster.nodes[0]
+        for added, fits in ((more - 1, False), (1, True)):
+            if node.devices:
+                node.devices[0].count += added
+            else:
+                node.cores += added
+            assert bool(plan(request).plans) is fits
+
+
+def test_memory_that_is_missing_is_enough_when_added(make_request: Make) -> None:
+    request = make_request(2, memory_bytes=80 * GIB, resident_bytes=50 * GIB, can_offload=False)
+    assert "20.0 GiB are missing" in plan(request).infeasible
+    request.cluster.nodes[0].devices[0].memory_bytes = 99.8 * GIB
+    assert not plan(request).plans
+    request.cluster.nodes[0].devices[0].memory_bytes = 100.2 * GIB
+    assert plan(request).plans
 
 
 def test_one_rank_takes_all_devices_where_no_number_is_given(make_request: Make) -> None:

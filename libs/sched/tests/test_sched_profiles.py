@@ -103,3 +103,33 @@ def test_profiles_of_other_versions_are_not_used() -> None:
     assert not usable(old, model="m", hardware="", version="2")
     with pytest.raises(InputError, match="version '2'"):
         merge([old, new])
+
+
+def test_a_stage_that_gives_items_as_they_finish_leaves_its_curve(make_request: Make) -> None:
+    """Two ranks; seven of eight items are out after 2 of 10 seconds, and the curve makes a spatial plan faster."""
+    request = make_request(8)
+    chosen = plan(request).plans[0].plan
+    early = [500_000_000 * i for i in range(1, 5)]
+    spans = [
+        _span("rollout.generate", 0, 2, rank=0, items=32, output_after_ns=early),
+        _span("rollout.generate", 0, 10, rank=1, items=32, output_after_ns=[*early[:3], 9_999_999_000]),
+        _span("reward.score", 10, 12, items=512, output_after_ns=[1_999_999_000] * 512),
+    ]
+    folded = fold_spans(request.profile, flow_pb2.Timeline(spans=spans), request.workflow, chosen)
+    (curve,) = folded.curves
+    assert curve.stage == "rollout.generate"
+    assert list(curve.item_fraction) == [i / 8 for i in range(1, 9)]
+    assert list(curve.time_fraction) == pytest.approx([0.05, 0.05, 0.1, 0.1, 0.15, 0.15, 0.2, 1.0], rel=1e-6)
+    again = fold_spans(folded, flow_pb2.Timeline(spans=spans[:1]), request.workflow, chosen)
+    assert [c.time_fraction[-1] for c in again.curves] == [1.0]
+    flat, curved = make_request(8, mode="spatial"), make_request(8, mode="spatial")
+    curved.profile.curves.extend(folded.curves)
+    assert plan(curved).plans[0].simulated_s < plan(flat).plans[0].simulated_s
+
+
+def test_calls_in_chunks_leave_no_curve(make_request: Make) -> None:
+    request = make_request(2)
+    chosen = plan(request).plans[0].plan
+    spans = [_span("rollout.generate", t, t + 1, items=32, output_after_ns=[1000, 2000]) for t in (0, 1)]
+    folded = fold_spans(sched_pb2.Profile(), flow_pb2.Timeline(spans=spans), request.workflow, chosen)
+    assert not folded.curves

@@ -165,9 +165,8 @@ class StageLoop:
         self._num_chunks += 1
         name, unit = self._stage.name, self._unit
         with unit.running(name, self._iteration) as span:
-            outputs = sender.send(
-                self._pulled(chunk) if self._pulls else self._checked(self._method(list(chunk.items)))
-            )
+            given = self._pulled(chunk) if self._pulls else self._checked(self._method(list(chunk.items)))
+            outputs = sender.send(unit.recorder.noting(span, given))
             span.items = len(chunk.items)
             span.tokens = max(num_tokens(chunk.items), num_tokens(outputs))
             span.inputs.extend(chunk.inputs)

@@ -47,6 +47,13 @@ class Recorder:
                 with self._mutex:
                     self._spans.setdefault(iteration, []).append(span)
 
+    def noting(self, span: pb.Span, items: Iterable[Item]) -> Iterator[Item]:
+        """Passes items on, and writes into their span when each came."""
+        start_ns = span.start_ns + self._epoch_ns
+        for item in items:
+            span.output_after_ns.append(time.monotonic_ns() - start_ns)
+            yield item
+
     def take(self, iteration: int) -> list[pb.Span]:
         """The spans of an iteration, which are then forgotten."""
         with self._mutex:

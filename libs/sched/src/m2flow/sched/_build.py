@@ -9,6 +9,7 @@ import numpy as np
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched import _curve
+from m2flow.sched._checks import check_numbers, unused
 from m2flow.sched._cluster import Pool, pools
 from m2flow.sched._costs import Costs, build_costs
 from m2flow.sched._cycle import cycle_rows
@@ -43,6 +44,7 @@ def build(request: sched_pb2.PlanRequest) -> Model:
     """
     if request.mode not in ("", "temporal", "spatial", "hybrid"):
         raise InputError(f"mode {request.mode!r}, want '', 'temporal', 'spatial' or 'hybrid': give one of these")
+    check_numbers(request)
     workflow = reduce_graph(request.workflow)
     found = pools(request.cluster)
     groups = workflow.groups
@@ -53,7 +55,9 @@ def build(request: sched_pb2.PlanRequest) -> Model:
                 f"group {group.name!r} runs on devices of kind {group.device_kind!r}, the cluster has "
                 f"{sorted(found)}: add such devices to the cluster or change the group's device_kind"
             )
-    return assemble(request, workflow, build_costs(workflow, request.profile, found), found)
+    costs = build_costs(workflow, request.profile, found)
+    costs.notes.extend(unused(request))
+    return assemble(request, workflow, costs, found)
 
 
 def scaled(model: Model, factors: Mapping[str, float]) -> Model:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched.errors import InputError
 
+MOST_DEVICES = 1 << 17
+
 
 @dataclass(frozen=True)
 class Pool:
@@ -42,3 +44,39 @@ def pools(cluster: sched_pb2.ClusterSpec) -> Mapping[str, Pool]:
     if not following and not cores:
         raise InputError("the cluster has no devices, want one or more: list nodes with devices or cores")
     return {kind: Pool(kind, tuple(i), specs[kind]) for kind, i in ids.items()}
+
+
+def num_devices(cluster: sched_pb2.ClusterSpec) -> int:
+    """Devices of every kind and cores, over all nodes."""
+    return sum(max(n.count, 1) * (n.cores + sum(d.count for d in n.devices)) for n in cluster.nodes)
+
+
+def with_devices(cluster: sched_pb2.ClusterSpec, kind: str, more: int) -> sched_pb2.ClusterSpec | None:
+    """The cluster with `more` devices (cores) of a kind on one of its nodes, fewer if negative.
+
+    None if no node can spare so many (one stays on each), or they would be more than can be planned.
+    """
+    if num_devices(cluster) + more > MOST_DEVICES:
+        return None
+    changed = sched_pb2.ClusterSpec()
+    changed.CopyFrom(cluster)
+    listed = any(spec.kind == kind for node in cluster.nodes for spec in node.devices)
+    for node in changed.nodes:
+        for spec in node.devices if listed else ():
+            if spec.kind == kind and spec.count + more >= 1:
+                _alone(changed, node)
+                spec.count += more
+                return changed
+        if kind == "cpu" and not listed and node.cores and node.cores + more >= 1:
+            _alone(changed, node)
+            node.cores += more
+            return changed
+    return None
+
+
+def _alone(cluster: sched_pb2.ClusterSpec, node: sched_pb2.NodeSpec) -> None:
+    """Leaves one machine in `node`; its equals become an entry of their own, at the end."""
+    if node.count > 1:
+        cluster.nodes.add().CopyFrom(node)
+        cluster.nodes[-1].count = node.count - 1
+        node.count = 1

@@ -1,13 +1,14 @@
 """What every stage costs: the profile's models, looked up by node, chunk size, neighbours and pins."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched._cluster import Pool
+from m2flow.sched._series import layout_for
 from m2flow.sched._table import Floats
 from m2flow.sched._workflow import Workflow
 from m2flow.sched.cost import Estimate, StageCost, assumed_stage, fit_corun, fit_stage, slowdown
@@ -98,22 +99,26 @@ class Costs:
 def build_costs(workflow: Workflow, profile: sched_pb2.Profile, kinds: Mapping[str, Pool]) -> Costs:
     """Fits every stage of the workflow; stages without samples are answered by a roofline, or assumed, and noted."""
     notes: list[str] = []
-    alone = _alone(profile, notes)
+    taken: dict[str, list[sched_pb2.Sample]] = {}
+    for sample in profile.samples:
+        taken.setdefault(sample.stage, []).append(sample)
     models = {m.stage: m for m in profile.models}
     groups, stages, memory = workflow.groups, {}, {}
     group_of = {s.name: s.group for s in workflow.graph.stages}
     for node in workflow.nodes:
         for stage in node.stages:
-            group = groups[group_of[stage]]
-            pool = kinds.get(group.device_kind)
-            stages[stage] = _stage(stage, alone.get(stage, []), models.get(stage), group, pool, profile, notes)
-            fitted = fit_memory(alone.get(stage, []), models.get(stage), max(group.devices_per_rank, 1))
-            if fitted is not None:
-                memory[stage] = fitted
+            group, model, samples = groups[group_of[stage]], models.get(stage), taken.get(stage, [])
+            layout = layout_for(samples, group.devices_per_rank)
+            alone = _alone(stage, samples, layout, notes)
+            fitted = fit_stage(alone, layout=layout, lengths=samples) if alone else None
+            stages[stage] = _stage(stage, fitted, model, group, kinds.get(group.device_kind), profile, notes)
+            held = fit_memory(alone, model, layout)
+            if held is not None:
+                memory[stage] = held
     kinds_of = {s.name: s.kind for s in workflow.graph.stages}
     hosts = {
-        s: fit_stage(samples)
-        for s, samples in alone.items()
+        s: fit_stage(_alone(s, samples, (1, 1), notes), lengths=samples)
+        for s, samples in taken.items()
         if s in kinds_of and s not in stages and kinds_of[s] != flow_pb2.STAGE_KIND_PUBLISH
     }
     return Costs(
@@ -129,39 +134,35 @@ def build_costs(workflow: Workflow, profile: sched_pb2.Profile, kinds: Mapping[s
     )
 
 
-def _alone(profile: sched_pb2.Profile, notes: list[str]) -> dict[str, list[sched_pb2.Sample]]:
-    """Samples by stage that tell what it takes alone, in the order in which they were taken.
+def _alone(
+    stage: str, samples: list[sched_pb2.Sample], layout: tuple[int, int], notes: list[str]
+) -> list[sched_pb2.Sample]:
+    """The samples that tell what the stage takes alone, in the order in which they were taken.
 
     One that was taken beside others takes no less than alone. It counts where there are none alone, and, on a device
     count without any, where it is faster than the others lead to expect.
     """
-    taken: dict[str, list[sched_pb2.Sample]] = {}
-    for sample in profile.samples:
-        if sample.seconds > 0 and sample.items > 0 and sample.devices > 0:
-            taken.setdefault(sample.stage, []).append(sample)
-    found = {}
-    for stage, samples in taken.items():
-        alone = [sample for sample in samples if not sample.beside]
-        if not alone:
-            notes.append(f"{stage}: only measured beside other stages; taken as its time alone")
-            found[stage] = samples
-            continue
-        curve, measured = fit_stage(alone), {sample.devices for sample in alone}
-        found[stage] = [
-            sample
-            for sample in samples
-            if not sample.beside or (sample.devices not in measured and sample.seconds < _seconds(curve, sample))
-        ]
-    return found
+    alone = [sample for sample in samples if not sample.beside]
+    if len(alone) == len(samples):
+        return alone
+    if not alone:
+        notes.append(f"{stage}: only measured beside other stages; taken as its time alone")
+        return samples
+    curve, measured = fit_stage(alone, layout=layout), {sample.devices for sample in alone}
+    return [
+        sample
+        for sample in samples
+        if not sample.beside or (sample.devices not in measured and sample.seconds < _seconds(curve, sample))
+    ]
 
 
 def _seconds(curve: StageCost, sample: sched_pb2.Sample) -> float:
-    return float(curve.seconds(sample.items, np.array([float(sample.devices)]))[0])
+    return float(curve.seconds(curve.items_like(sample), np.array([float(sample.devices)]))[0])
 
 
 def _stage(
     stage: str,
-    samples: list[sched_pb2.Sample],
+    fitted: StageCost | None,
     model: sched_pb2.StageModel | None,
     group: flow_pb2.WorkerGroup,
     pool: Pool | None,
@@ -174,7 +175,7 @@ def _stage(
     if knows and pool is not None and pool.spec.flops_per_s and pool.spec.memory_bytes_per_s:
         assert model is not None
         roof = roofline(model, pool.spec, split=split)
-    if not samples:
+    if fitted is None:
         if roof is not None:
             notes.append(
                 f"{stage}: no samples; a roofline of {pool.kind if pool else '?'}, right within a factor of two"
@@ -184,12 +185,12 @@ def _stage(
             f"{stage}: no samples and no model; assumed {_ASSUMED_S:g} s an item, right within a factor of ten"
         )
         return assumed_stage(_ASSUMED_S)
-    fitted = fit_stage(samples)
     scale, error = hardware_scale(profile.measured_on, pool.spec) if pool else (1.0, 0.0)
     if (scale, error) != (1.0, 0.0):
         notes.append(
             f"{stage}: measured on {profile.hardware or profile.measured_on.kind}, scaled by {scale:.3g} for this "
             f"hardware's ceilings, within {error:.0%}"
         )
-    parts = fitted.coefficients, fitted.points, fitted.residuals, fitted.noise, fitted.per_item
-    return StageCost(*parts, scale, "measured", error, roof)
+    if fitted.away:
+        notes.append(f"{stage}: not measured in the layout that it would have; extrapolated from others")
+    return replace(fitted, scale=scale, hardware_error=error, roof=roof)

@@ -1,10 +1,34 @@
 """Completion curves: when the j-th chunk of a stage that emits as it finishes is out."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched._table import Floats
 from m2flow.sched.errors import InputError
+
+_KNOTS = 32  # of a measured curve
+_AT_ONCE = 0.95  # a stage whose first half of the items comes no sooner than this gives them all at its end
+
+
+def completion_curve(stage: str, spans: Sequence[flow_pb2.Span]) -> sched_pb2.CompletionCurve | None:
+    """The curve of one iteration of a stage over all its ranks.
+
+    None where a span has no times of its items, where a rank had several calls (the curve is of whole iterations), or
+    where all items come at the end.
+    """
+    if len({s.rank for s in spans}) < len(spans) or not all(s.output_after_ns for s in spans):
+        return None
+    start = min(s.start_ns for s in spans)
+    total = max(s.end_ns for s in spans) - start
+    out = np.sort(np.concatenate([np.array(s.output_after_ns) + (s.start_ns - start) for s in spans])) / max(total, 1)
+    if out[(len(out) - 1) // 2] >= _AT_ONCE:
+        return None
+    done = np.unique(np.ceil(np.linspace(0, 1, _KNOTS + 1)[1:] * len(out)).astype(int))
+    times = np.minimum(out[done - 1], 1.0)
+    return sched_pb2.CompletionCurve(stage=stage, time_fraction=times, item_fraction=done / len(out))
 
 
 def chunk_fractions(curve: sched_pb2.CompletionCurve, chunks: int) -> Floats:

@@ -2,95 +2,112 @@
 
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched._build import Model, build
+from m2flow.sched._cluster import with_devices
 from m2flow.sched._plans import best_plans
 
-_DOUBLINGS = 7
+_MOST_TIMES = 128  # as many devices, or as much memory, as a change may ask for
+
+_UNITS = 64  # into which more devices are divided; what fits in coarser steps fits in finer ones
 
 
 def why_infeasible(model: Model) -> str:
     """One paragraph: the shortage, then every single change that was tried and makes a plan fit."""
-    changes = _changes(model)
-    remedy = "; or ".join(changes) if changes else "no single change of devices, memory or offload makes one fit"
-    return f"{_shortage(model)}. What would make it fit: {remedy}."
+    devices = {kind: count for kind in model.kinds if (count := _least_devices(model, kind))}
+    memory = {kind: size for kind in model.kinds if (size := _least_memory(model, kind))}
+    changes = []
+    for kind, count in devices.items():
+        more = count - len(model.pools[kind].ids)
+        changes.append(f"{more} {kind} device{'s' if more > 1 else ''} more ({count} in all)")
+    changes += [f"{kind} devices with {_bytes(size)}" for kind, size in memory.items()]
+    for group in model.workflow.graph.groups:
+        if not group.can_offload and _fits(model, offload=group.name):
+            changes.append(f"let group {group.name!r} offload (can_offload)")
+    if model.request.mode and _fits(model, any_mode=True):
+        changes.append("allow any mode")
+    remedy = "; or ".join(changes) if changes else "no single change of devices, memory, offload or mode makes one fit"
+    return f"{_shortage(model, devices, memory)}. What would make it fit: {remedy}."
 
 
-def _shortage(model: Model) -> str:
-    for kind in model.kinds:
-        have = len(model.pools[kind].ids)
-        for group in model.workflow.graph.groups:
-            need = max(group.min_devices, group.devices_per_rank, 1)
-            if group.device_kind == kind and need > have:
-                return (
-                    f"no plan fits: group {group.name!r} needs {need} devices of kind {kind!r}, there are {have}, "
-                    f"{need - have} are missing"
-                )
-    needed = smallest_memory(model)
-    if needed is not None:
-        kind, bytes_needed, shape_bytes = needed
+def _shortage(model: Model, devices: dict[str, int], memory: dict[str, float]) -> str:
+    for group in model.workflow.graph.groups:
+        kind, need = group.device_kind, max(group.min_devices, group.devices_per_rank, 1)
+        if kind in model.kinds and need > len(model.pools[kind].ids):
+            have = len(model.pools[kind].ids)
+            return (
+                f"no plan fits: group {group.name!r} needs {need} devices of kind {kind!r}, there are {have}, "
+                f"{need - have} are missing"
+            )
+    for kind, least in memory.items():
+        size = model.pools[kind].spec.memory_bytes
         return (
-            f"no plan fits: the plan that needs least holds {_bytes(bytes_needed)} on a {kind} device, which has "
-            f"{_bytes(shape_bytes)}: {_bytes(bytes_needed - shape_bytes)} are missing"
+            f"no plan fits: the plan that needs least holds {_bytes(least)} on a {kind} device, which has "
+            f"{_bytes(size)}: {_bytes(least - size)} are missing"
         )
     wanted = f"{model.request.mode} " if model.request.mode else ""
-    return f"no {wanted}plan exists for these groups on {_counts(model)}"
+    for kind, count in devices.items():
+        have = len(model.pools[kind].ids)
+        missing = f"{count - have} {'is' if count - have == 1 else 'are'} missing"
+        return f"no {wanted}plan fits: it needs {count} devices of kind {kind!r}, there are {have}, {missing}"
+    counts = ", ".join(f"{len(model.pools[k].ids)} {k}" for k in model.kinds)
+    return f"no {wanted}plan exists for these groups on {counts}"
 
 
-def smallest_memory(model: Model) -> tuple[str, float, float] | None:
-    """Kind, bytes on one device of the least demanding plan, and bytes that the device has; None if memory is enough.
+def _least_devices(model: Model, kind: str) -> int:
+    """The fewest devices of a kind with which a plan fits, in steps of the quantum asked for; 0 if 128 times do not."""
+    have, step = len(model.pools[kind].ids), max(model.request.device_quantum, 1)
+    low, more = 0, step
+    while not _fits(model, more={kind: more}):
+        if more > _MOST_TIMES * have:
+            return 0
+        low, more = more, more * 2
+    while more - low > step:
+        middle = (low + more) // 2 // step * step
+        low, more = (low, middle) if _fits(model, more={kind: middle}) else (middle, more)
+    return have + more
 
-    Found by raising all memories together until a plan fits.
-    """
-    if not _fits(model, memory=float("inf")):
-        return None
-    low, high = 1.0, 2.0
-    while not _fits(model, memory=high):
-        low, high = high, high * 2
-    for _ in range(10):
+
+def _least_memory(model: Model, kind: str) -> float:
+    """Bytes on one device of a kind with which a plan fits, to 0.1%; 0 where memory is no help, or 128 times is not."""
+    have = model.pools[kind].spec.memory_bytes
+    if not have or not _fits(model, memory={kind: _MOST_TIMES}):
+        return 0.0
+    low, high = 1.0, float(_MOST_TIMES)
+    while high > 1.001 * low:
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if _fits(model, memory=middle) else (middle, high)
-    known = [(k, model.pools[k].spec.memory_bytes) for k in model.kinds if model.pools[k].spec.memory_bytes]
-    kind, have = min(known, key=lambda k: k[1])
-    return kind, have * high, have
+        low, high = (low, middle) if _fits(model, memory={kind: middle}) else (middle, high)
+    return have * high
 
 
-def _changes(model: Model) -> list[str]:
-    found = []
-    if _fits(model, devices=2**_DOUBLINGS) or _fits(model, memory=float("inf")):
-        factor = 1.0
-        for _ in range(_DOUBLINGS):
-            factor *= 2
-            if _fits(model, devices=int(factor)):
-                found.append(f"{int(factor)} times the devices ({_counts(model, int(factor))})")
-                break
-        memory = smallest_memory(model)
-        if memory is not None:
-            found.append(f"{memory[0]} devices with {_bytes(memory[1])}")
-        for group in model.workflow.graph.groups:
-            if not group.can_offload and _fits(model, offload=group.name):
-                found.append(f"let group {group.name!r} offload (can_offload)")
-        if model.request.mode and _fits(model, any_mode=True):
-            found.append("allow any mode")
-    return found
-
-
-def _fits(model: Model, *, devices: int = 1, memory: float = 1.0, offload: str = "", any_mode: bool = False) -> bool:
+def _fits(
+    model: Model,
+    *,
+    more: dict[str, int] | None = None,
+    memory: dict[str, float] | None = None,
+    offload: str = "",
+    any_mode: bool = False,
+) -> bool:
     request = sched_pb2.PlanRequest()
     request.CopyFrom(model.request)
-    request.device_quantum = model.problem.quanta[0] * devices  # as many units: what fits does not need finer ones
+    for kind, count in (more or {}).items():
+        cluster = with_devices(request.cluster, kind, count)
+        if cluster is None:
+            return False
+        request.cluster.CopyFrom(cluster)
+        request.device_quantum *= _coarser(model, len(model.pools[kind].ids) + count)
     for node in request.cluster.nodes:
-        node.count = max(node.count, 1) * devices
         for spec in node.devices:
-            spec.memory_bytes = 0.0 if memory == float("inf") else spec.memory_bytes * memory
+            spec.memory_bytes *= (memory or {}).get(spec.kind, 1.0)
     for group in request.workflow.groups:
         group.can_offload |= group.name == offload
     if any_mode:
         request.mode = ""
-    changed = build(request)
-    return bool(best_plans(changed.problem, request.mode, 1))
+    return bool(best_plans(build(request).problem, request.mode, 1))
 
 
-def _counts(model: Model, factor: int = 1) -> str:
-    return ", ".join(f"{len(model.pools[k].ids) * factor} {k}" for k in model.kinds)
+def _coarser(model: Model, count: int) -> int:
+    """The factor on the quantum with which so many devices are searched as fast as those at hand, or 64 units."""
+    units = max(_UNITS, *model.problem.grid.shape)
+    return max(1, -(-count // (max(model.request.device_quantum, 1) * units)))
 
 
 def _bytes(size: float) -> str:

@@ -132,7 +132,14 @@ def _check(graph: flow_pb2.WorkflowGraph) -> None:
         twice = sorted({n for n in names if names.count(n) > 1})
         raise InputError(f"workflow {graph.name!r} names {twice} more than once, want unique stage names: rename one")
     groups = {g.name for g in graph.groups}
+    _check_groups(graph)
     for stage in graph.stages:
+        if not stage.kind:
+            raise InputError(f"stage {stage.name!r} has no kind, want source, work, map, gather or another: give one")
+        if stage.kind == flow_pb2.STAGE_KIND_PUBLISH and stage.to not in groups:
+            raise InputError(
+                f"stage {stage.name!r} publishes to group {stage.to!r}, want one of {sorted(groups)}: name the receiver"
+            )
         if stage.kind not in _PASSIVE and stage.group not in groups:
             raise InputError(
                 f"stage {stage.name!r} runs on group {stage.group!r}, want one of {sorted(groups)}: list it"
@@ -144,6 +151,19 @@ def _check(graph: flow_pb2.WorkflowGraph) -> None:
         for end in (stream.producer, stream.consumer):
             if end not in names:
                 raise InputError(f"a stream joins {end!r}, want a stage of {names}: add the stage or fix the name")
+
+
+def _check_groups(graph: flow_pb2.WorkflowGraph) -> None:
+    names = [g.name for g in graph.groups]
+    for group in graph.groups:
+        if names.count(group.name) > 1:
+            raise InputError(f"workflow {graph.name!r} lists group {group.name!r} twice, want it once: rename one")
+        least = max(group.min_devices, group.devices_per_rank)
+        if 0 < group.max_devices < least:
+            raise InputError(
+                f"group {group.name!r} takes at most {group.max_devices} devices and at least {least}, want room "
+                "between: raise max_devices, or lower min_devices or devices_per_rank"
+            )
 
 
 def _topological(stages: Iterable[str], producers: Mapping[str, list[str]]) -> list[str]:

@@ -73,7 +73,10 @@ def _request(parsed: argparse.Namespace, case: str | None) -> sched_pb2.PlanRequ
         home = pathlib.Path(case or ".")
         request = read_request(*(files[p] or home / f"{p}.yaml" for p in ("workflow", "profile", "cluster")))
     request.mode = parsed.mode
-    request.max_staleness, request.device_quantum = max(parsed.staleness, 0), max(parsed.quantum, 0)
+    for option in ("staleness", "quantum"):
+        if not 0 <= getattr(parsed, option) < 2**32:
+            raise SchedError(f"--{option} {getattr(parsed, option)}, want 0 or more: give a count")
+    request.max_staleness, request.device_quantum = parsed.staleness, parsed.quantum
     for assignment in parsed.set:
         override(request, assignment)
     return request
@@ -86,6 +89,7 @@ def _plan(parsed: argparse.Namespace) -> int:
     lines = [
         f"{i}. {p.simulated_s:.4g} s  {p.plan.mode:8}  {p.shape}" for i, p in enumerate(answer.plans[:_SHOWN], start=1)
     ]
+    lines += [f"Note: {note}." for note in answer.notes]
     lines.append(f"searched in {answer.search_s * 1e3:.1f} ms of CPU")
     return _answer(parsed, answer, answer.infeasible or "\n".join(lines), bool(answer.plans))
 
@@ -126,9 +130,16 @@ def _draw(parsed: argparse.Namespace, request: sched_pb2.PlanRequest, answer: sc
 
 def _write(parsed: argparse.Namespace, timeline: flow_pb2.Timeline, title: str) -> None:
     if parsed.svg:
-        pathlib.Path(parsed.svg).write_text(svg(timeline, title=title))
+        _save(parsed.svg, svg(timeline, title=title))
     if parsed.perfetto:
-        pathlib.Path(parsed.perfetto).write_text(perfetto(timeline))
+        _save(parsed.perfetto, perfetto(timeline))
+
+
+def _save(file: str, text: str) -> None:
+    try:
+        pathlib.Path(file).write_text(text, encoding="utf-8")
+    except OSError as wrong:
+        raise SchedError(f"{file} cannot be written: {wrong.strerror}: name a file that can") from None
 
 
 def _answer(parsed: argparse.Namespace, message: Message, text: str, good: bool) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched._build import Model, build
 from m2flow.sched._build import scaled as scaled_model
+from m2flow.sched._cluster import with_devices
 from m2flow.sched._coarse import is_large
 from m2flow.sched._plans import best_plans
 from m2flow.sched._tree import shape
@@ -70,27 +71,24 @@ def _what_if(
     scaled: dict[str, float] | None = None,
     memory: float = 1.0,
     switching: float = 1.0,
-    devices: int = 0,
+    cluster: sched_pb2.ClusterSpec | None = None,
     mode: str | None = None,
 ) -> WhatIf | None:
-    """The best plan after a change; None if no plan fits then. `devices` are added to the first node of the kind."""
+    """The best plan after a change; None if no plan fits then."""
     if scaled:
         return _best(scaled_model(model, scaled), what)
     request = sched_pb2.PlanRequest()
     request.CopyFrom(model.request)
     request.mode = request.mode if mode is None else mode
+    if cluster is not None:
+        request.cluster.CopyFrom(cluster)
     for node in request.cluster.nodes:
         for spec in node.devices:
             spec.memory_bytes *= memory
     for switch in request.profile.switches:
         switch.onload_s = max(switch.onload_s * switching, 1e-12)
         switch.offload_s = max(switch.offload_s * switching, 1e-12)
-    if devices:
-        _add_devices(request, model.kinds[0], devices)
-    changed = build(request)
-    if any(not len(pool.ids) for pool in changed.pools.values()):
-        return None
-    return _best(changed, what)
+    return _best(build(request), what)
 
 
 def _best(model: Model, what: str) -> WhatIf | None:
@@ -98,24 +96,6 @@ def _best(model: Model, what: str) -> WhatIf | None:
     if not best:
         return None
     return WhatIf(what, best[0].seconds, best[0].mode, shape(best[0].tree))
-
-
-def _add_devices(request: sched_pb2.PlanRequest, kind: str, count: int) -> None:
-    """One more node of `count` devices, or the first node that can spare them made smaller."""
-    for node in request.cluster.nodes:
-        for spec in node.devices:
-            if spec.kind != kind or spec.count + count < 1:
-                continue
-            first = sched_pb2.NodeSpec()
-            first.CopyFrom(node)
-            first.count = 1
-            next(s for s in first.devices if s.kind == kind).count += count
-            if node.count > 1:
-                node.count -= 1
-                request.cluster.nodes.append(first)
-            else:
-                node.CopyFrom(first)
-            return
 
 
 def _binding(model: Model, base: WhatIf) -> list[str]:
@@ -222,22 +202,19 @@ def _mode_lines(model: Model, base: WhatIf) -> list[str]:
     return lines
 
 
-def _against(answer: WhatIf, base: WhatIf) -> str:
-    return f"{answer.seconds:.4g} s ({answer.seconds / base.seconds - 1:+.1%}), {answer.shape}"
-
-
 def _device_lines(model: Model, base: WhatIf) -> list[str]:
-    step = model.problem.quanta[0] if model.problem.grid.shape[0] > 1 else 1
     lines = []
-    for change in (step, -step):
-        if len(model.pools[model.kinds[0]].ids) + change < 1:
-            continue
-        answer = _what_if(model, "devices", devices=change)
-        what = f"{abs(change)} {model.kinds[0]} device{'s' if step > 1 else ''} {'more' if change > 0 else 'fewer'}"
-        if answer is None:
-            lines.append(f"With {what}: no plan fits.")
-        else:
-            lines.append(
-                f"With {what}: {answer.seconds:.4g} s ({answer.seconds / base.seconds - 1:+.1%}), {answer.shape}."
-            )
+    for kind, quantum, units in zip(model.kinds, model.problem.quanta, model.problem.grid.shape, strict=True):
+        step = quantum if units > 1 else 1
+        for change in (step, -step):
+            cluster = with_devices(model.request.cluster, kind, change)
+            if cluster is None:
+                continue
+            answer = _what_if(model, "devices", cluster=cluster)
+            what = f"{step} {kind} device{'s' if step > 1 else ''} {'more' if change > 0 else 'fewer'}"
+            if answer is None:
+                lines.append(f"With {what}: no plan fits.")
+            else:
+                change_of = f"{answer.seconds / base.seconds - 1:+.1%}"
+                lines.append(f"With {what}: {answer.seconds:.4g} s ({change_of}), {answer.shape}.")
     return lines

@@ -53,13 +53,13 @@ def read_message(path: str | pathlib.Path, kind: type[M]) -> M:
     file = pathlib.Path(path)
     if not file.is_file():
         raise InputError(f"{file} is not a file, want a {kind.DESCRIPTOR.name} in YAML or JSON: check the path")
-    text = file.read_text()
     try:
+        text = file.read_text(encoding="utf-8")
         if file.suffix == ".json":
             return json_format.Parse(text, kind())
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, json_format.ParseError) as wrong:
-        raise InputError(f"{file} cannot be read as a {kind.DESCRIPTOR.name}: {wrong}") from None
+        data = yaml.load(text, _Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, json_format.ParseError) as wrong:
+        raise InputError(f"{file} cannot be read as a {kind.DESCRIPTOR.name}: {wrong}: mend the file") from None
     message = kind()
     fill(message, data or {}, str(file))
     return message
@@ -115,7 +115,25 @@ def override(request: sched_pb2.PlanRequest, assignment: str) -> None:
             inner = inner[int(number)]
             next(index, None)
         message = inner
-    fill(message, {last: yaml.safe_load(text)}, "override")
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        raise InputError(f"override {assignment!r}: {text!r} is no YAML value: quote or close what is open") from None
+    fill(message, {last: value}, f"override {assignment!r}")
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads plain data, and refuses a key that is there twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Returns the mapping; a YAML error names the second of two equal keys."""
+        keys = [key.value for key, _ in node.value]
+        for i, (key, _) in enumerate(node.value):
+            if key.value in keys[:i]:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key.value!r} is there twice, want it once", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
 
 
 def _set(message: Message, field: Field, value: object, where: str) -> None:
@@ -143,6 +161,8 @@ def _scalar(field: Field, value: object, where: str) -> object:
             raise InputError(f"{where} is {value!r}, want one of {sorted(n for n in names if names[n])}: use one")
         return names[word]
     if field.type == FieldDescriptor.TYPE_STRING:
+        if not isinstance(value, (str, int, float)):
+            raise InputError(f"{where} is {value!r}, want text: write one name")
         return str(value)
     if field.type == FieldDescriptor.TYPE_BOOL:
         if not isinstance(value, bool):
@@ -151,8 +171,9 @@ def _scalar(field: Field, value: object, where: str) -> object:
     number = _number(value, where)
     if field.type in (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT):
         return number
-    if number != int(number) or number < 0:
-        raise InputError(f"{where} is {value!r}, want a whole number of 0 or more: write one")
+    most = 2**32 - 1 if field.type == FieldDescriptor.TYPE_UINT32 else 2**63 - 1
+    if not 0 <= number <= most or number != int(number):  # not-a-number is neither
+        raise InputError(f"{where} is {value!r}, want a whole number of 0 or more, up to {most}: write one")
     return int(number)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched._fit import Array, robust
+from m2flow.sched._series import degrees_of
 from m2flow.sched.errors import InputError
 
 
@@ -81,7 +82,7 @@ class StageMemory:
     """Peak bytes of a stage on one device: `factor` times the closed form, or a fitted `a + b/n + c x/n`."""
 
     model: sched_pb2.StageModel | None
-    split: int
+    layout: tuple[int, int]
     factor: float
     coefficients: Array
 
@@ -89,27 +90,27 @@ class StageMemory:
         """[N] bytes for chunks of `items` items (one number, or [N]) on each of `devices` [N]."""
         if self.model is not None:
             counts, inverse = np.unique(devices, return_inverse=True)
-            tensor = max(1, self.split)
-            known = [footprint(self.model, data=max(1, int(n) // tensor), tensor=tensor, pipeline=1) for n in counts]
+            known = [_footprint(self.model, int(n), *self.layout) for n in counts]
             return np.array([self.factor * f.total for f in known])[inverse.reshape(-1)]
         terms = np.stack([np.ones_like(devices), 1.0 / devices, items / devices], axis=1)
         return np.asarray(terms @ self.coefficients)
 
 
 def fit_memory(
-    samples: Sequence[sched_pb2.Sample], model: sched_pb2.StageModel | None, split: int
+    samples: Sequence[sched_pb2.Sample], model: sched_pb2.StageModel | None, layout: tuple[int, int] = (1, 1)
 ) -> StageMemory | None:
     """What is known of a stage's memory; None if neither a peak was measured nor a model is given.
 
-    The closed form is corrected by the median ratio of measured to computed; without a model the peaks are fitted.
+    The closed form, in the tensor and pipeline degrees of `layout`, is corrected by the median ratio of measured to
+    computed, each sample in its own degrees; without a model the peaks are fitted.
     """
     peaks = [s for s in samples if s.peak_bytes > 0 and s.items > 0]
     n = np.array([float(s.devices) for s in peaks])
     measured = np.array([s.peak_bytes for s in peaks])
     if model is not None and model.transformer.layers:
-        bare = StageMemory(model, split, 1.0, np.zeros(3))
-        factor = float(np.median(measured / bare.peak_bytes(0.0, n))) if len(peaks) else 1.0
-        return StageMemory(model, split, factor, np.zeros(3))
+        bare = [_footprint(model, s.devices, *degrees_of(s, layout)).total for s in peaks]
+        factor = float(np.median(measured / np.array(bare))) if len(peaks) else 1.0
+        return StageMemory(model, layout, factor, np.zeros(3))
     if not len(peaks):
         return None
     x = np.array([s.items for s in peaks])
@@ -117,7 +118,11 @@ def fit_memory(
     terms = [0, *([1] if len(np.unique(n)) > 1 else []), *([2] if len(np.unique(x / n)) > 2 else [])]
     coefficients = np.zeros(3)
     coefficients[terms] = robust(features[:, terms], measured)[0]
-    return StageMemory(None, split, 1.0, coefficients)
+    return StageMemory(None, layout, 1.0, coefficients)
+
+
+def _footprint(model: sched_pb2.StageModel, devices: int, tensor: int, pipeline: int) -> Footprint:
+    return footprint(model, data=max(1, devices // (tensor * pipeline)), tensor=tensor, pipeline=pipeline)
 
 
 def _parameters(shape: sched_pb2.Transformer, experts: float) -> float:

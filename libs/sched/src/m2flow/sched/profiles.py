@@ -5,6 +5,7 @@ from statistics import median
 
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
+from m2flow.sched._curve import completion_curve
 from m2flow.sched.errors import InputError
 
 _KEPT = 256  # samples of one stage: the latest
@@ -23,7 +24,8 @@ def fold_spans(
     the busy seconds of its slowest rank in one call, and its highest peak. Items of a rank are what its span counts, so
     a call of the group is the ranks' calls side by side. A stage whose busy time is overlapped by half or more with
     another group's on other devices was measured beside it. Onload and offload become switch costs, a publish stage's
-    way from sender to receiver a sync cost: the median of the iterations in the timeline.
+    way from sender to receiver a sync cost: the median of the iterations in the timeline. A stage that gave its items
+    one by one, in one call of each rank, leaves its completion curve: the latest.
 
     Raises:
         InputError: a span names a stage that the graph does not have.
@@ -53,6 +55,9 @@ def fold_spans(
         if sample is not None:
             sample.beside.extend(_neighbours(stage, iteration, busy, stages, plan))
             folded.samples.append(sample)
+        curve = completion_curve(stage, spans)
+        if curve is not None:
+            _replace(folded.curves, [curve], ("stage",))
     for stage, seconds in syncs.items():
         _set_sync(folded, stages[stage].group, stages[stage].to, median(seconds))
     for (group, kind), spans in moves.items():

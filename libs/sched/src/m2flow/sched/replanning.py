@@ -41,7 +41,7 @@ def replan(
         current: The plan that runs.
         remaining_iterations: Iterations that would still profit, 0 or more.
         switch_s: Seconds that changing plans costs: ranks started, state streamed, caches lost.
-        margin: Relative gain that is taken for real; never less than the profile's noise.
+        margin: Relative gain that is taken for real; give more than the profile's noise.
 
     Raises:
         InputError: the request is contradictory, or the current plan does not run on it.

@@ -236,7 +236,7 @@ class ExecutionPlan(_message.Message):
     def __init__(self, mode: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupPlan, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StagePlan, _Mapping]]] = ..., edges: _Optional[_Iterable[_Union[EdgePlan, _Mapping]]] = ..., share_groups: _Optional[_Iterable[_Union[ShareGroup, _Mapping]]] = ..., staleness: _Optional[int] = ..., prediction: _Optional[_Union[Prediction, _Mapping]] = ...) -> None: ...
 
 class Span(_message.Message):
-    __slots__ = ("stage", "group", "rank", "kind", "start_ns", "end_ns", "iteration", "items", "tokens", "device_ids", "inputs", "outputs", "peak_bytes")
+    __slots__ = ("stage", "group", "rank", "kind", "start_ns", "end_ns", "iteration", "items", "tokens", "device_ids", "inputs", "outputs", "peak_bytes", "output_after_ns")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +250,7 @@ class Span(_message.Message):
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_AFTER_NS_FIELD_NUMBER: _ClassVar[int]
     stage: str
     group: str
     rank: int
@@ -263,7 +264,8 @@ class Span(_message.Message):
     inputs: _containers.RepeatedScalarFieldContainer[str]
     outputs: _containers.RepeatedScalarFieldContainer[str]
     peak_bytes: int
-    def __init__(self, stage: _Optional[str] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., kind: _Optional[_Union[SpanKind, str]] = ..., start_ns: _Optional[int] = ..., end_ns: _Optional[int] = ..., iteration: _Optional[int] = ..., items: _Optional[int] = ..., tokens: _Optional[int] = ..., device_ids: _Optional[_Iterable[int]] = ..., inputs: _Optional[_Iterable[str]] = ..., outputs: _Optional[_Iterable[str]] = ..., peak_bytes: _Optional[int] = ...) -> None: ...
+    output_after_ns: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, stage: _Optional[str] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., kind: _Optional[_Union[SpanKind, str]] = ..., start_ns: _Optional[int] = ..., end_ns: _Optional[int] = ..., iteration: _Optional[int] = ..., items: _Optional[int] = ..., tokens: _Optional[int] = ..., device_ids: _Optional[_Iterable[int]] = ..., inputs: _Optional[_Iterable[str]] = ..., outputs: _Optional[_Iterable[str]] = ..., peak_bytes: _Optional[int] = ..., output_after_ns: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Timeline(_message.Message):
     __slots__ = ("spans",)

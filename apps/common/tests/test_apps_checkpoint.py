@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ def test_the_newest_are_kept_in_the_order_of_steps(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_11"]
     newest = latest_checkpoint(tmp_path)
     assert newest == tmp_path / "step_11"
-    assert read_resume_state(newest) == _state(11)
+    assert read_resume_state(newest) == replace(_state(11), files={"weights": 2})
 
 
 def test_there_is_none_before_the_first(tmp_path: Path) -> None:
@@ -45,6 +47,22 @@ def test_another_format_and_an_incomplete_one_are_refused(tmp_path: Path) -> Non
         read_resume_state(path)
     with pytest.raises(CheckpointError, match="no readable resume"):
         read_resume_state(tmp_path)
+
+
+def test_one_that_lost_a_part_is_refused(tmp_path: Path) -> None:
+    path = _write(tmp_path, 1)
+    (path / "weights").write_text("")
+    with pytest.raises(CheckpointError, match="got 0 bytes of weights, want 1 bytes: remove this directory"):
+        read_resume_state(path)
+    (path / "weights").unlink()
+    with pytest.raises(CheckpointError, match="got no weights, want 1 bytes"):
+        read_resume_state(path)
+
+
+def test_what_is_named_like_a_checkpoint_and_is_none_is_passed_over(tmp_path: Path) -> None:
+    path = _write(tmp_path, 1)
+    shutil.copytree(path, tmp_path / "step_1_copy")
+    assert latest_checkpoint(tmp_path) == path
 
 
 _WRITER = """
@@ -75,3 +93,4 @@ def test_a_run_killed_while_writing_leaves_the_checkpoint_before(tmp_path: Path)
     assert latest_checkpoint(tmp_path) == before
     assert (before / "weights").read_text() == "1"
     assert _write(tmp_path, 2, keep=1) == latest_checkpoint(tmp_path)
+    assert not half.exists()

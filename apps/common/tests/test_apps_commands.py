@@ -94,9 +94,36 @@ def test_an_unreadable_profile_is_named(toy: Toy, tmp_path: Path) -> None:
     assert "samplez" in ended.err
 
 
+@pytest.mark.parametrize("content", [b"", b"[1]", bytes(range(256)), b"[" * 5000, b"nodes: [{name: a, count: 0}]"])
+@pytest.mark.parametrize("option", ["--profile", "--cluster"])
+def test_a_broken_file_ends_plan_with_2(toy: Toy, tmp_path: Path, option: str, content: bytes) -> None:
+    file = tmp_path / "broken.yaml"
+    file.write_bytes(content)
+    ended = toy("plan", option, str(file))
+    assert (ended.code, ended.out) == (2, ""), ended.err
+
+
+def test_a_kept_profile_that_cannot_be_read_is_passed_over(toy: Toy, tmp_path: Path) -> None:
+    profiles = tmp_path / "profiles"
+    trained = toy("train", f"run.dir={tmp_path / 'run'}", f"run.profiles={profiles}")
+    assert trained.code == 0, trained.err
+    (kept,) = profiles.iterdir()
+    assert f"Profile: {kept}\n" in toy("plan", f"run.profiles={profiles}").out
+    kept.write_text("{")
+    assert f"Profile: {TOY.default_profile}\n" in toy("plan", f"run.profiles={profiles}").out
+
+
+def test_profiles_that_cannot_be_kept_are_found_by_check(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ended = toy("check", f"run.profiles={tmp_path / 'file'}")
+    assert ended.code == 2
+    assert "run.profiles: " in ended.err
+    assert "cannot be written to, want a writable directory" in ended.err
+
+
 def test_report_makes_the_page_again(toy: Toy, tmp_path: Path) -> None:
     run: RunDirectory = example_run(tmp_path / "run")
     ended = toy("report", str(run.path))
     assert (ended.code, ended.out) == (0, f"{run.report}\n")
     assert "held-out greedy accuracy" in run.report.read_text()
-    assert toy("report", str(tmp_path / "nowhere")).code == 1
+    assert toy("report", str(tmp_path / "nowhere")).code == 2

@@ -68,6 +68,30 @@ def test_values_are_read_as_yaml_1_2() -> None:
     assert config.run.dir == "2026-11-29"
     assert config.cpu_slots == 2
     assert config.model.source == "no"
+    assert _build("num_steps=08").num_steps == 8
+    assert _build("seed=010").seed == 10
+
+
+@pytest.mark.parametrize("value", ["!!int x", "!!timestamp x", "9" * 5000, "{[1]: 2}", "&a {b: *a}", "[" * 5000])
+def test_a_value_that_yaml_chokes_on_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="the value is not YAML"):
+        _build(f"num_steps={value}")
+
+
+def test_numbers_that_training_cannot_use_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _build("optimiser.lr=.inf", "optimiser.betas=[0.9, 1.0]", "sampling.temperature=.inf")
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
+        "optimiser.lr",
+        "optimiser.betas",
+        "sampling.temperature",
+    ]
+
+
+def test_a_huge_batch_is_checked_at_once() -> None:
+    assert LanguageModelConfig(prompts_per_step=10**15, samples_per_prompt=8, minibatch_size=64).batch_problems() == []
+    (problem,) = LanguageModelConfig(prompts_per_step=10**15, minibatch_size=60).batch_problems()
+    assert "set it to one of 8, 16, 32" in problem
 
 
 def test_a_later_override_wins_and_the_tree_is_not_changed() -> None:

@@ -1,5 +1,6 @@
 """Runs in processes of their own that are interrupted or whose workers die: how they end, how soon, what is left."""
 
+import json
 import os
 import signal
 import subprocess
@@ -64,6 +65,24 @@ def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Pope
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+def test_ctrl_c_while_the_plan_changes_is_no_failure(model: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "run" / "plan.json"
+    words = [f"model.source={model}", 'run.profiles=""', f"run.dir={plan.parent}", "plan=auto", "num_steps=100000"]
+    command = [sys.executable, "-m", "m2flow.apps.testing", "train", *words]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as started:
+        modes: set[str] = set()
+        while len(modes) < 2:  # the plan is written, then the groups move
+            assert started.poll() is None, started.communicate()
+            if plan.exists():
+                modes.add(str(json.loads(plan.read_text())["mode"]))
+            time.sleep(0.01)
+        workers = _children(started.pid)
+        os.kill(started.pid, signal.SIGINT)
+        _, err = started.communicate(timeout=5)
+    assert (started.returncode, err) == (130, "interrupted: all workers have ended\n")
+    _wait_gone(workers, 5)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from m2flow.apps.atomic import append_line, new_directory, replace_file
-from m2flow.apps.errors import RunDirectoryError
+from m2flow.apps.errors import RunDirectoryError, RunInUseError
 from m2flow.apps.metrics import MetricsLog
 from m2flow.apps.run_directory import RunDirectory
 
@@ -24,6 +24,18 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "old").write_text("")
     with pytest.raises(RunDirectoryError, match="holds files already, want a new directory"):
         RunDirectory.create("reasoning", root="unused", directory=str(tmp_path))
+
+
+def test_runs_that_begin_in_one_second_get_a_directory_each(tmp_path: Path) -> None:
+    assert len({RunDirectory.create("reasoning", root=str(tmp_path)).path for _ in range(3)}) == 3
+
+
+def test_a_run_is_held_by_one(tmp_path: Path) -> None:
+    run = RunDirectory.create("reasoning", root=str(tmp_path))
+    with run.held(), pytest.raises(RunInUseError, match="another process runs it"), run.held():
+        pass
+    with run.held():
+        pass
 
 
 def test_opening_what_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -49,6 +61,11 @@ def test_a_last_line_cut_short_is_skipped_and_a_broken_one_before_it_is_not(tmp_
     run = RunDirectory(tmp_path)
     run.metrics.write_text('{"step": 1}\n{"step": 2, "cri')
     assert run.read_metrics() == [{"step": 1}]
+    run.metrics.write_bytes(b'{"step": 1}\n\x00\xff\n')
+    assert run.read_metrics() == [{"step": 1}]
+    run.metrics.write_text('5\n{"step": 2}\n')
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:1: not JSON .got int"):
+        run.read_metrics()
     run.metrics.write_text('{"st\n{"step": 2}\n')
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:1: not JSON"):
         run.read_metrics()

@@ -23,11 +23,13 @@ def test_a_plan_round_trips(graph, cluster, tmp_path, name):
         ("moed: spatial", "unknown field 'moed': did you mean 'mode'"),
         ("stages: [{stage: a, granularty: 3}]", r"stages\[0\]\.unknown field 'granularty': did you mean 'granularity'"),
         ("staleness: few", "few"),
+        (b"\xff\xfe", "not YAML"),
+        ("[" * 5000, "not YAML"),
     ],
 )
 def test_what_is_not_a_plan_is_refused(tmp_path, text, reason):
     path = tmp_path / "plan.yaml"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(PlanError, match=reason) as caught:
         load_plan(path)
     assert str(path) in str(caught.value)

@@ -22,7 +22,8 @@ def replace_file(path: Path, data: bytes | str) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise _failure(path, error) from error
 
 

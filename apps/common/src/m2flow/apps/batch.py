@@ -33,13 +33,13 @@ class BatchWords(Protocol):
 
 
 def batch_problems(words: BatchWords) -> list[str]:
-    """Returns what does not divide, each with the nearest values that would; empty when all is well."""
+    """Returns what does not divide, with values that would; empty when all is well."""
     samples = words.prompts_per_step * words.samples_per_prompt
     size, group = words.minibatch_size, words.samples_per_prompt
-    fitting = [n for n in range(group, samples + 1, group) if samples % n == 0]
-    if size in fitting:
+    if size % group == 0 and samples % size == 0:
         return []
-    choices = ", ".join(str(n) for n in fitting)
+    fitting = [n * group for n in range(1, min(words.prompts_per_step, 1024) + 1) if words.prompts_per_step % n == 0]
+    choices = ", ".join(str(n) for n in dict.fromkeys([*fitting, samples]))
     wanted = f"want a multiple of samples_per_prompt ({group}) that divides the {samples} samples of a step"
     return [f"minibatch_size: got {size}, {wanted}: set it to one of {choices}"]
 

@@ -34,12 +34,17 @@ def missing_packages(names: Iterable[str], *, wanted_by: str, remedy: str) -> li
 def run_problems(config: TrainingConfig, *, resuming: bool) -> list[str]:
     """Returns what is wrong with where the run is to be written, and with the cores that it asks for."""
     problems: list[str] = []
+    key = "run.dir" if config.run.dir else "run.root"
     target = Path(config.run.dir or config.run.root).expanduser()
     if config.run.dir and not resuming and target.is_dir() and any(target.iterdir()):
         problems.append(f"run.dir: {target} holds files already, want a new directory: resume it or name another")
-    parent = existing(target)
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        problems.append(f"run.root: {parent} cannot be written to, want a writable directory: choose another run.root")
+    written = {key: target}
+    if config.run.profiles:
+        written["run.profiles"] = Path(config.run.profiles).expanduser()
+    for name, path in written.items():
+        parent = existing(path)
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            problems.append(f"{name}: {parent} cannot be written to, want a writable directory: choose another {name}")
     cores = len(os.sched_getaffinity(0))
     if config.cpu_slots != "all" and config.cpu_slots > cores:
         problems.append(f"cpu_slots: got {config.cpu_slots}, want at most {cores}, the cores at hand: lower it")

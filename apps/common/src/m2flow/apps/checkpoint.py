@@ -6,8 +6,8 @@ and random state are these numbers; what is heavy (weights, optimiser) is writte
 
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from m2flow.apps.atomic import new_directory
@@ -22,7 +22,10 @@ _STATE = "resume.json"
 
 @dataclass(frozen=True)
 class ResumeState:
-    """What goes on where it stopped. `step` steps are done; step `step` + 1 is next."""
+    """What goes on where it stopped. `step` steps are done; step `step` + 1 is next.
+
+    `files` are the bytes of every other file of the checkpoint, by name: a copy that lost some is refused.
+    """
 
     step: int
     seed: int
@@ -30,18 +33,23 @@ class ResumeState:
     policy_version: int
     package_version: str = field(default_factory=package_version)
     format: int = FORMAT
+    files: Mapping[str, int] = field(default_factory=dict)
 
 
 def write_checkpoint(root: Path, state: ResumeState, write: Callable[[Path], object], *, keep: int) -> Path:
     """Returns <root>/step_N, which holds what `write` put in the directory given to it, and the resume state.
 
     The directory appears complete or not at all; older ones beyond the newest `keep` are removed after that. Blocks
-    until it is on disk. Raises RunDirectoryError when it cannot be written.
+    until it is on disk. Raises RunDirectoryError when it cannot be written. One process at a time: what a writer that
+    was killed left half done is removed.
     """
     path = root / f"step_{state.step}"
+    for half in root.glob(".step_*.tmp"):
+        shutil.rmtree(half, ignore_errors=True)
     with new_directory(path) as temporary:
         write(temporary)
-        (temporary / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
+        whole = replace(state, files=_sizes(temporary))
+        (temporary / _STATE).write_text(json.dumps(asdict(whole), indent=2) + "\n", encoding="utf-8")
     for old in _complete(root)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return path
@@ -54,20 +62,35 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 
 def read_resume_state(path: Path) -> ResumeState:
-    """Returns the state in a checkpoint. Raises CheckpointError when it is missing or of another format."""
+    """Returns the state in a checkpoint. Raises CheckpointError when it is missing, of another format, or not whole."""
     try:
         fields = json.loads((path / _STATE).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path}: no readable {_STATE} ({error}): name a complete step_N directory") from None
-    if fields.get("format") != FORMAT:
-        got = fields.get("format")
+    got = fields.get("format") if isinstance(fields, dict) else None
+    if got != FORMAT:
         raise CheckpointError(f"{path}: got format {got}, want {FORMAT}: use the m2flow-apps that wrote it")
     try:
-        return ResumeState(**fields)
+        state = ResumeState(**fields)
     except TypeError as error:
         raise CheckpointError(f"{path}: {_STATE} does not fit ({error}): use the m2flow-apps that wrote it") from None
+    present = _sizes(path)
+    for name, size_bytes in state.files.items():
+        if present.get(name) != size_bytes:
+            got = f"{present[name]} bytes of {name}" if name in present else f"no {name}"
+            raise CheckpointError(
+                f"{path}: got {got}, want {size_bytes} bytes: remove this directory to go on from an older checkpoint"
+            )
+    return state
+
+
+def _sizes(root: Path) -> dict[str, int]:
+    """Bytes by name of every file but the state itself."""
+    files = [file for file in root.rglob("*") if file.is_file() and file.name != _STATE]
+    return {str(file.relative_to(root)): file.stat().st_size for file in files}
 
 
 def _complete(root: Path) -> list[Path]:
-    steps = [path for path in root.glob("step_*") if (path / _STATE).is_file()]
+    named = [path for path in root.glob("step_*") if path.name.removeprefix("step_").isdecimal()]
+    steps = [path for path in named if (path / _STATE).is_file()]
     return sorted(steps, key=lambda path: int(path.name.removeprefix("step_")))

@@ -44,19 +44,21 @@ def train(app: App[C], arguments: argparse.Namespace) -> int:
     _refuse(_problems(app, config, resuming=False))
     weights = app.prepare(config)
     run = RunDirectory.create(app.name, root=config.run.root, directory=config.run.dir)
-    _drive(app, config, run, weights=weights, resume=None, first_step=1)
+    with run.held():
+        _drive(app, config, run, weights=weights, resume=None, first_step=1)
     return 0
 
 
 def resume(app: App[C], arguments: argparse.Namespace) -> int:
     """Goes on with a run from its newest checkpoint, under any plan and on any number of devices."""
     run = RunDirectory.open(arguments.resume)
-    checkpoint, state = newest_checkpoint(run.path)
-    config = resolve_config(app, arguments.settings, base=run.path)
-    refuse_idle_resume(config, state)
-    _refuse(_problems(app, config, resuming=True))
-    run.drop_after(state.step)
-    _drive(app, config, run, weights=checkpoint, resume=checkpoint, first_step=state.step + 1)
+    with run.held():
+        checkpoint, state = newest_checkpoint(run.path)
+        config = resolve_config(app, arguments.settings, base=run.path)
+        refuse_idle_resume(config, state)
+        _refuse(_problems(app, config, resuming=True))
+        run.drop_after(state.step)
+        _drive(app, config, run, weights=checkpoint, resume=checkpoint, first_step=state.step + 1)
     return 0
 
 
@@ -88,15 +90,22 @@ def plan(app: App[C], arguments: argparse.Namespace) -> int:
     cluster = cluster_spec(local_cluster(config))
     if arguments.cluster:
         cluster = read_message(arguments.cluster, sched_pb2.ClusterSpec())
-    stored = ProfileStore(config.run.profiles).path(_empty_profile(app, config))
-    measured = stored if stored is not None and stored.is_file() else app.default_profile
-    profile = read_message(arguments.profile or measured, sched_pb2.Profile())
+    store, profile = ProfileStore(config.run.profiles), _empty_profile(app, config)
+    origin = arguments.profile or store.path(profile)
+    if arguments.profile is None:
+        profile = store.find(profile)
+    if not profile.samples:
+        origin = arguments.profile or app.default_profile
+        profile = read_message(origin, sched_pb2.Profile())
     request = sched_pb2.PlanRequest(workflow=graph.to_proto(), profile=profile, cluster=cluster)
     if config.plan != "auto":
         request.mode = config.plan
-    answer = sched.explain(request)
+    try:
+        answer = sched.explain(request)
+    except sched.SchedError as error:
+        raise CheckFailed([str(error)]) from None
     print(answer.text)
-    print(f"Profile: {arguments.profile or measured}")
+    print(f"Profile: {origin}")
     if answer.response.infeasible:
         return 1
     if arguments.output:

@@ -4,6 +4,7 @@ An app's config class inherits `TrainingConfig` (one that trains a language mode
 own sections, its batch words and what follows from them, which is printed, never set.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,9 @@ __all__ = [
 class OptimiserConfig:
     """AdamW."""
 
-    lr: float = setting(1.0e-5, "learning rate", above=0)
-    betas: tuple[float, float] = setting((0.9, 0.95), "AdamW's decay rates", low=0)
-    weight_decay: float = setting(0.0, "decoupled weight decay", low=0)
+    lr: float = setting(1.0e-5, "learning rate", above=0, below=math.inf)
+    betas: tuple[float, float] = setting((0.9, 0.95), "AdamW's decay rates", low=0, below=1)
+    weight_decay: float = setting(0.0, "decoupled weight decay", low=0, below=math.inf)
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", above=0)
 
 

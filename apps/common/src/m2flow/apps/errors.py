@@ -29,8 +29,16 @@ class RunDirectoryError(AppError):
     """A file of the run directory could not be written or read; the old file, if any, is still there."""
 
 
+class RunInUseError(RunDirectoryError):
+    """There is no run where one was named, or one that may not be touched now."""
+
+    exit_code = 2
+
+
 class CheckpointError(AppError):
     """A checkpoint is missing, incomplete, or written by another version."""
+
+    exit_code = 2
 
 
 class ResumeError(AppError):

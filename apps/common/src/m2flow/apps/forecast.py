@@ -9,6 +9,7 @@ from google.protobuf import json_format
 
 from m2flow import sched
 from m2flow.apps.atomic import replace_file
+from m2flow.apps.errors import RunDirectoryError
 from m2flow.apps.identity import hardware, package_version
 from m2flow.flow import Graph
 from m2flow.proto.flow.v1 import flow_pb2
@@ -62,7 +63,12 @@ class ProfileStore:
         """Takes the place of what was stored. On failure the old file stays and RunDirectoryError says why."""
         path = self.path(profile)
         if path is not None and profile.samples:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise RunDirectoryError(
+                    f"{path.parent}: cannot be made ({error.strerror}): set run.profiles"
+                ) from error
             replace_file(path, json_format.MessageToJson(profile, preserving_proto_field_name=True) + "\n")
 
 

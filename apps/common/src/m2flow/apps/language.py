@@ -1,5 +1,6 @@
 """The settings of a run that trains a language model, and its batch words."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -25,7 +26,7 @@ class SamplingConfig:
     """How completions are drawn from the policy in training."""
 
     max_new_tokens: int = setting(4, "tokens of a completion, or of a turn, at most, its stop token included", low=1)
-    temperature: float = setting(1.0, "softmax temperature; 1 is the policy itself", above=0)
+    temperature: float = setting(1.0, "softmax temperature; 1 is the policy itself", above=0, below=math.inf)
     stop: tuple[str, ...] = setting(("\n",), "characters that end a completion: the first token that has one")
 
 

@@ -21,10 +21,16 @@ C = TypeVar("C")
 
 
 def setting(
-    default: C, meaning: str, *, low: float | None = None, above: float | None = None, high: float | None = None
+    default: C,
+    meaning: str,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    high: float | None = None,
 ) -> C:
     """Returns a dataclass field with a default, one line that says what it means, and bounds (low, high included)."""
-    metadata = {"meaning": meaning, "low": low, "above": above, "high": high}
+    metadata = {"meaning": meaning, "low": low, "above": above, "below": below, "high": high}
     if isinstance(default, dict):
         return typing.cast(C, dataclasses.field(default_factory=lambda: dict(default), metadata=metadata))
     return dataclasses.field(default=default, metadata=metadata)
@@ -79,7 +85,7 @@ def _build(cls: type[object], tree: object, prefix: str, known: Sequence[str], p
 
 
 def _check_bounds(value: object, metadata: Mapping[str, object], path: str, problems: list[str]) -> None:
-    low, above, high = metadata.get("low"), metadata.get("above"), metadata.get("high")
+    low, above, below, high = (metadata.get(bound) for bound in ("low", "above", "below", "high"))
     for number in value if isinstance(value, tuple) else (value,):
         if not isinstance(number, int | float):
             continue
@@ -87,6 +93,8 @@ def _check_bounds(value: object, metadata: Mapping[str, object], path: str, prob
             problems.append(f"{path}: got {number}, want at least {low}: raise it")
         if isinstance(above, int | float) and number <= above:
             problems.append(f"{path}: got {number}, want more than {above}: raise it")
+        if isinstance(below, int | float) and number >= below:
+            problems.append(f"{path}: got {number}, want less than {below}: lower it")
         if isinstance(high, int | float) and number > high:
             problems.append(f"{path}: got {number}, want at most {high}: lower it")
 
@@ -168,5 +176,6 @@ def _remedy(path: str, kind: object) -> str:
     if get_origin(kind) is Literal:
         return f"write for example {path}={get_args(kind)[0]}"
     if get_origin(kind) is tuple:
-        return f"write for example {path}=[0.9, 0.95]"
+        entry = "0.9" if get_args(kind)[0] is float else "a"
+        return f"write for example {path}=[{entry}, {entry}]"
     return f"write for example {path}={examples.get(typing.cast(type, kind), '{key: value}')}"

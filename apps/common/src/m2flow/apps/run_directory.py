@@ -4,14 +4,18 @@ config.yaml, metrics.jsonl, TensorBoard events, timeline.json, plan.json, sample
 and logs/ with what the workers printed.
 """
 
+import contextlib
+import fcntl
+import itertools
 import json
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from m2flow.apps.atomic import append_line, replace_file
-from m2flow.apps.errors import RunDirectoryError
+from m2flow.apps.errors import RunDirectoryError, RunInUseError
 
 __all__ = ["RunDirectory"]
 
@@ -26,23 +30,38 @@ class RunDirectory:
 
     @classmethod
     def create(cls, app: str, *, root: str, directory: str = "") -> "RunDirectory":
-        """Makes `directory`, or <root>/<app>-<time> where none is named. Raises RunDirectoryError when it is in use."""
-        path = Path(directory).expanduser() if directory else Path(root).expanduser() / _name(app)
-        if path.exists() and any(path.iterdir()):
-            raise RunDirectoryError(f"{path}: holds files already, want a new directory: resume it or name another")
+        """Makes `directory`, or <root>/<app>-<time> where none is named. Of several at once each
+        gets its own; raises RunInUseError when a named one is in use, RunDirectoryError when it cannot be made."""
+        path = Path(directory or root).expanduser()
         try:
-            for folder in (path, path / "samples", path / "checkpoints"):
-                folder.mkdir(parents=True, exist_ok=True)
+            path = path if directory else _new(path, app)
+            path.mkdir(parents=True, exist_ok=True)
+            if any(path.iterdir()):
+                raise RunInUseError(f"{path}: holds files already, want a new directory: resume it or name another")
+            for folder in (path / "samples", path / "checkpoints"):
+                folder.mkdir()
+        except FileExistsError:
+            raise RunInUseError(f"{path}: is taken, want a new directory: name another") from None
         except OSError as error:
             raise RunDirectoryError(f"{path}: cannot be made ({error.strerror}): choose another run.root") from error
         return cls(path)
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
-        """Returns the run at `path`. Raises RunDirectoryError when there is none."""
+        """Returns the run at `path`. Raises RunInUseError when there is none."""
         if not (path / "config.yaml").is_file():
-            raise RunDirectoryError(f"{path}: no run there (no config.yaml): give the directory that `train` printed")
+            raise RunInUseError(f"{path}: no run there (no config.yaml): give the directory that `train` printed")
         return cls(path)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within the block no other process writes this run. Raises RunInUseError when one does, and does not wait."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            _lock(descriptor, self.path)
+            yield
+        finally:
+            os.close(descriptor)
 
     @property
     def config(self) -> Path:
@@ -120,24 +139,42 @@ class RunDirectory:
 
     def drop_after(self, step: int) -> None:
         """Removes the metrics and samples of steps after `step`: a resumed run writes them again."""
-        rows = [row for row in self.read_metrics() if int(str(row["step"])) <= step]
+        rows = [row for row in self.read_metrics() if int(str(row.get("step", 0))) <= step]
         replace_file(self.metrics, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         for file in (self.path / "samples").glob("step_*.jsonl"):
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
 
 
-def _name(app: str) -> str:
-    return f"{app}-{time.strftime('%Y%m%d-%H%M%S')}"
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets go when the process ends
+    except BlockingIOError:
+        raise RunInUseError(f"{path}: another process runs it, want one at a time: wait for it or end it") from None
+
+
+def _new(root: Path, app: str) -> Path:
+    """A directory that no other process has: two runs may begin in one second."""
+    name = f"{app}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for path in itertools.chain([root / name], (root / f"{name}-{number}" for number in itertools.count(2))):
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("count does not end")
 
 
 def _read_lines(path: Path) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"got {type(row).__name__}, want an object")
+            rows.append(row)
+        except ValueError as error:
             if number == len(lines):
                 break
             raise RunDirectoryError(f"{path}:{number}: not JSON ({error}): remove the line") from None

@@ -66,8 +66,10 @@ def read_message(path: Path, message: M) -> M:
     """Returns `message` with the fields of a JSON or YAML file. Raises CheckFailed when it does not fit."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+        if not isinstance(tree, dict):
+            raise json_format.ParseError(f"got {type(tree).__name__}, want a mapping of its fields")
         json_format.ParseDict(tree, message)
-    except (OSError, yaml.YAMLError, json_format.ParseError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError, json_format.ParseError) as error:
         kind = type(message).__name__
         raise CheckFailed([f"{path}: no readable {kind} ({error}): see proto/sched/v1 for its fields"]) from None
     return message

@@ -32,6 +32,8 @@ for _tag, _pattern, _first in (
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[object, object]:
     seen: set[object] = set()
     for key_node, _ in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise yaml.YAMLError(f"line {key_node.start_mark.line + 1}: a key is a list or a mapping, want a word")
         key = loader.construct_object(key_node)
         if key in seen:
             line = key_node.start_mark.line + 1
@@ -41,12 +43,22 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[object, object]:
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+# 010 is ten, and 08 a number: YAML 1.1 reads a leading zero as octal.
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
+
+
+def _parse(text: str) -> object:
+    """What YAML text holds. Raises YAMLError; ConfigError where a key comes twice."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader
+    except (ValueError, AttributeError, RecursionError) as error:  # 5,000 digits, `!!timestamp x`, 1,000 brackets
+        raise yaml.YAMLError(str(error)) from None
 
 
 def parse_yaml(text: str, *, origin: str) -> dict[str, Value]:
     """Returns the mapping that `text` holds; `origin` names it in errors. Empty text is an empty mapping."""
     try:
-        tree = yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader
+        tree = _parse(text)
     except yaml.YAMLError as error:
         raise ConfigError([f"{origin}: not YAML ({' '.join(str(error).split())}): correct the file"]) from None
     if tree is None:
@@ -73,7 +85,7 @@ def merge_overrides(tree: Mapping[str, Value], overrides: Sequence[str]) -> dict
         if not equals or not path.strip():
             raise ConfigError([f"override {override!r}: got no key=value, want a.b=c: write for example num_steps=10"])
         try:
-            value = typing.cast(Value, yaml.load(text, Loader=_Loader))  # _Loader is a SafeLoader
+            value = typing.cast(Value, _parse(text))
         except yaml.YAMLError:
             raise ConfigError([f"override {override!r}: the value is not YAML: quote it, as in a='b: c'"]) from None
         *sections, leaf = path.strip().split(".")

@@ -39,8 +39,8 @@ def load_plan(path: Path) -> pb.ExecutionPlan:
     Raises PlanError, with the file and the place in it, on anything that is not a plan.
     """
     try:
-        tree = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise PlanError([f"{path}: not YAML or JSON: {error}"]) from None
     if not isinstance(tree, dict):
         raise PlanError([f"{path}: got {type(tree).__name__}, want the fields of a plan ('mode', 'groups', ...)"])

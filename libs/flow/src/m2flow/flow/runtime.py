@@ -52,8 +52,13 @@ class Runtime:
     def __enter__(self) -> "Runtime":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, Exception):
+            self.stop()
+        else:
+            # An interrupt, perhaps in the middle of `apply`: no stage is waited for, and the session ends all groups.
+            self._stopped = True
+            self._close_channels()
 
     def start(self, iteration: int = 0) -> None:
         """Starts the groups, and gives receivers the weights of their source as version `iteration`. Blocks.
@@ -122,7 +127,7 @@ class Runtime:
         check_plan(self.graph, plan, self._session.cluster)
         old, flow = self._flow, replace(lower(self.graph, plan), generation=self._flow.generation + 1)
         moved = [group for group in flow.groups if group.ranks != old.group(group.name).ranks]
-        with TemporaryDirectory(prefix="m2flow-state-") as directory:
+        with TemporaryDirectory(prefix="state-", dir=self._session.directory) as directory:
             carried = self._save(directory, [group.name for group in moved])
             for group in moved:
                 self._session.stop(self.groups[group.name])

@@ -64,7 +64,7 @@ class Session:
         self.groups: dict[str, WorkerGroup] = {}
         self._by_key: dict[str, WorkerGroup] = {}
         self._on_log = on_log
-        self._directory = directory
+        self.directory = directory
         self._token = token
         self._max_restarts = max_restarts
         self._start_timeout_s = start_timeout_s
@@ -173,7 +173,7 @@ class Session:
             link.close()
         self._fail_handles(self._failure or SessionClosedError("session: closed while calls were under way"))
         self.endpoint.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def __enter__(self) -> "Session":
         return self

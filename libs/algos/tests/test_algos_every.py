@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from m2flow import algos
-from m2flow.algos.errors import DtypeError, ShapeError
+from m2flow.algos.errors import DtypeError, KeywordError, ShapeError
 
 Batch = dict[str, Tensor]
 Settings = dict[str, object]
@@ -474,5 +474,5 @@ def test_wrong_operands_are_named(name: str, everything: Callable[..., Batch]) -
                 with pytest.raises(ShapeError, match=rf"^{short}: .*, want .*: \w"):
                     call({**given, word: short_x})
     function = function_of(name)
-    with pytest.raises(TypeError, match=rf"{short}\(\) got an unexpected keyword argument 'lamda'"):
+    with pytest.raises(KeywordError, match=rf"^{short}: got the keyword lamda, want one of \w.*: \w"):
         function(*[given[word] for word in CALLS[name][0].split()], **CALLS[name][1], lamda=0.2)

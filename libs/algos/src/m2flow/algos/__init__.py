@@ -21,11 +21,12 @@ from m2flow.algos import (
     targets,
     values,
 )
-from m2flow.algos.errors import AlgosError, DtypeError, NonFiniteError, SettingError, ShapeError
+from m2flow.algos.errors import AlgosError, DtypeError, KeywordError, NonFiniteError, SettingError, ShapeError
 
 __all__ = [
     "AlgosError",
     "DtypeError",
+    "KeywordError",
     "NonFiniteError",
     "SettingError",
     "ShapeError",

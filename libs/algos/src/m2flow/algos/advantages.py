@@ -14,10 +14,12 @@ from torch import Tensor
 
 from m2flow.algos import _check
 from m2flow.algos._groups import Groups
+from m2flow.algos._keywords import keywords
 from m2flow.algos.masks import spread
 from m2flow.algos.returns import reward_to_go
 
 
+@keywords
 def grpo(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
     """Return A [N] = (r - mean of the group) / (std of the group + eps), the std with n - 1.
 
@@ -36,6 +38,7 @@ def grpo(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
     return _like(rewards, _standardise(r, groups, eps))
 
 
+@keywords
 def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Return A [N] = r - mean of the group: GRPO without the division, which favours the easiest and hardest prompts.
 
@@ -52,6 +55,7 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return _like(rewards, _centre(r, groups))
 
 
+@keywords
 def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Return A [N] = r - mean of the other members of the group.
 
@@ -67,6 +71,7 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return _like(rewards, _centre(r, groups) * groups.sizes / (groups.sizes - 1).clamp_min(1))
 
 
+@keywords
 def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
     """Return A [N] = r - b, b the group's mean reward weighted by length: sum(l * r) / sum(l).
 
@@ -88,6 +93,7 @@ def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
     return _like(rewards, (r - baseline).masked_fill(groups.constant(r), 0.0))
 
 
+@keywords
 def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Return A [N] = alpha * (r - mean of the group), alpha = N / (rows in groups whose rewards differ).
 
@@ -106,6 +112,7 @@ def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return _like(rewards, _centre(r, groups) * (r.shape[0] / teaching))
 
 
+@keywords
 def remax(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     """Return A [N] = r - the reward of the greedy answer to the same prompt.
 
@@ -122,6 +129,7 @@ def remax(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     return _like(rewards, (r - baseline).detach())
 
 
+@keywords
 def reinforce_plus_plus(
     rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, reduce: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
@@ -141,6 +149,7 @@ def reinforce_plus_plus(
     return whiten(reward_to_go(r.detach(), mask, gamma=gamma), mask, reduce=reduce)
 
 
+@keywords
 def reinforce_plus_plus_baseline(
     rewards: Tensor, group_ids: Tensor, mask: Tensor, *, reduce: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
@@ -163,6 +172,7 @@ def reinforce_plus_plus_baseline(
     return whiten(spread(centred, mask), mask, reduce=reduce)
 
 
+@keywords
 def grpo_turn(rewards: Tensor, group_ids: Tensor, turn_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
     """Return A [N], a row a turn: GRPO among the turns of one number in one group's trajectories.
 
@@ -185,6 +195,7 @@ def grpo_turn(rewards: Tensor, group_ids: Tensor, turn_ids: Tensor, *, eps: floa
     return _like(rewards, _standardise(r, cells, eps))
 
 
+@keywords
 def grpo_trajectory(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
     """Return A [N], a row a turn: GRPO among trajectories by their summed reward, each trajectory counted once.
 
@@ -216,6 +227,7 @@ def grpo_trajectory(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor, 
     return _like(rewards, (centred / (std + eps)).masked_fill(groups.constant(score), 0.0))
 
 
+@keywords
 def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """Return (x - mean) / sqrt(var + eps) [B, T] over the mask's positions, 0 outside; the variance with n - 1.
 

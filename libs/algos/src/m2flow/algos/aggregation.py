@@ -10,9 +10,11 @@ gradient 0.
 from torch import Tensor
 
 from m2flow.algos import _check
+from m2flow.algos._keywords import keywords
 from m2flow.algos._ratio import sequence_mean
 
 
+@keywords
 def token_mean(loss: Tensor, mask: Tensor, *, num_tokens: float | Tensor | None = None) -> Tensor:
     """Return the scalar sum(loss) / num_tokens: every token weighs the same (DAPO).
 
@@ -29,6 +31,7 @@ def token_mean(loss: Tensor, mask: Tensor, *, num_tokens: float | Tensor | None 
     return loss.sum() / _count("token_mean", "num_tokens", num_tokens, mask)
 
 
+@keywords
 def sequence_mean_token_mean(loss: Tensor, mask: Tensor, *, num_sequences: float | Tensor | None = None) -> Tensor:
     """Return the scalar sum over rows of (the row's mean over its tokens) / num_sequences (GRPO, GSPO).
 
@@ -46,6 +49,7 @@ def sequence_mean_token_mean(loss: Tensor, mask: Tensor, *, num_sequences: float
     return sequence_mean(loss, mask).sum() / count
 
 
+@keywords
 def sequence_mean_token_sum(loss: Tensor, mask: Tensor, *, num_sequences: float | Tensor | None = None) -> Tensor:
     """Return the scalar sum(loss) / num_sequences: a row weighs by its length (REINFORCE, whose sum over time it is).
 
@@ -57,6 +61,7 @@ def sequence_mean_token_sum(loss: Tensor, mask: Tensor, *, num_sequences: float 
     return loss.sum() / _count("sequence_mean_token_sum", "num_sequences", num_sequences, mask.any(1))
 
 
+@keywords
 def fixed_length(loss: Tensor, mask: Tensor, *, length: int, num_sequences: float | Tensor | None = None) -> Tensor:
     """Return the scalar sum(loss) / (length * num_sequences), one length for every batch (Dr.GRPO).
 

@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from m2flow.algos import _check
+from m2flow.algos._keywords import keywords
 from m2flow.algos.errors import NonFiniteError, ShapeError
 
 
+@keywords
 def check_finite(x: Tensor, name: str, mask: Tensor | None = None) -> None:
     """Raise NonFiniteError that names the first NaN or infinity of `x`, in row order; otherwise do nothing.
 

@@ -16,11 +16,13 @@ from typing import Literal
 from torch import Tensor
 
 from m2flow.algos import _check
+from m2flow.algos._keywords import keywords
 from m2flow.algos.errors import SettingError
 
 Level = Literal["token", "action", "chunk"]
 
 
+@keywords
 def sum_logprobs(logprobs: Tensor, mask: Tensor, *, level: Level) -> tuple[Tensor, Tensor]:
     """Return (logprobs [B, L], mask [B, L]) at the level; logprobs are 0 outside the mask.
 
@@ -47,6 +49,7 @@ def sum_logprobs(logprobs: Tensor, mask: Tensor, *, level: Level) -> tuple[Tenso
     raise _unknown("sum_logprobs", level)
 
 
+@keywords
 def sum_rewards(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
     """Return [B, T]: each decision's reward, the sum over its actions of gamma^i * reward.
 
@@ -66,6 +69,7 @@ def sum_rewards(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
     return (filled * discounts).sum(2)
 
 
+@keywords
 def spread(x: Tensor, *, level: Level, num_actions: int, num_tokens: int) -> Tensor:
     """Return [B, L]: each decision's number at each of its places at the level.
 

@@ -3,8 +3,10 @@
 from torch import Tensor
 
 from m2flow.algos import _check
+from m2flow.algos._keywords import keywords
 
 
+@keywords
 def nll(logprobs: Tensor, mask: Tensor) -> Tensor:
     """Return -logprobs [B, T], 0 outside the mask: the expert's tokens, or actions, made likelier.
 
@@ -19,6 +21,7 @@ def nll(logprobs: Tensor, mask: Tensor) -> Tensor:
     return -logprobs
 
 
+@keywords
 def l1(actions: Tensor, expert_actions: Tensor, mask: Tensor) -> Tensor:
     """Return the mean over D of abs(actions - expert_actions) [B, T], 0 outside the mask.
 
@@ -32,6 +35,7 @@ def l1(actions: Tensor, expert_actions: Tensor, mask: Tensor) -> Tensor:
     return _gap("l1", actions, expert_actions, mask).abs().mean(2)
 
 
+@keywords
 def mse(actions: Tensor, expert_actions: Tensor, mask: Tensor) -> Tensor:
     """Return the mean over D of (actions - expert_actions)^2 [B, T], 0 outside the mask.
 

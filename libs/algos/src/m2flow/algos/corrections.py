@@ -24,12 +24,14 @@ import torch
 from torch import Tensor
 
 from m2flow.algos import _check
+from m2flow.algos._keywords import keywords
 from m2flow.algos._ratio import hold, sequence_mean, sequence_sum
 from m2flow.algos.errors import SettingError
 
 Level = Literal["token", "sequence", "geometric"]
 
 
+@keywords
 def tis(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, level: Level = "token", max_weight: float = 2.0
 ) -> Tensor:
@@ -50,6 +52,7 @@ def tis(
     return weights.clamp_max(max_weight).masked_fill(~mask, 0.0)
 
 
+@keywords
 def mis(
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -75,6 +78,7 @@ def mis(
     return _within("mis", old_logprobs, rollout_logprobs, mask, level, min_weight, max_weight)
 
 
+@keywords
 def icepop(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, min_weight: float = 0.5, max_weight: float = 5.0
 ) -> Tensor:
@@ -91,6 +95,7 @@ def icepop(
     return _within("icepop", old_logprobs, rollout_logprobs, mask, "token", min_weight, max_weight)
 
 
+@keywords
 def staleness_decay(versions: Tensor, mask: Tensor, *, policy_version: int, decay: float) -> Tensor:
     """Return decay ** (policy_version - versions) [B, T] in float32, 0 outside the mask: older tokens weigh less.
 

@@ -2,6 +2,7 @@
 
 AlgosError (a ValueError)
 ├── DtypeError      a tensor of the wrong dtype, or no tensor at all
+├── KeywordError    a keyword that the function does not have
 ├── NonFiniteError  a NaN or an infinity, found by `checks.check_finite`
 ├── SettingError    a number outside its range, or settings that contradict each other
 └── ShapeError      a tensor of the wrong rank or length
@@ -14,6 +15,10 @@ class AlgosError(ValueError):
 
 class DtypeError(AlgosError):
     """A tensor of the wrong dtype, or something that is no tensor."""
+
+
+class KeywordError(AlgosError, TypeError):
+    """A keyword that the function does not have."""
 
 
 class NonFiniteError(AlgosError):

@@ -5,8 +5,10 @@ from torch import Tensor
 
 from m2flow.algos import _check
 from m2flow.algos._groups import Groups
+from m2flow.algos._keywords import keywords
 
 
+@keywords
 def zero_variance(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Return bool [N], True where all rewards of the row's group are equal: it has advantage 0 and teaches nothing.
 
@@ -24,6 +26,7 @@ def zero_variance(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return Groups(group_ids).constant(rewards)
 
 
+@keywords
 def dynamic_sampling(correct: Tensor, group_ids: Tensor) -> Tensor:
     """Return bool [N], True where the row's group has a correct and a wrong answer: keep these, draw more for others.
 
@@ -43,6 +46,7 @@ def dynamic_sampling(correct: Tensor, group_ids: Tensor) -> Tensor:
     return ~Groups(group_ids).constant(correct.double())
 
 
+@keywords
 def best_of_n(rewards: Tensor, group_ids: Tensor, *, num_best: int = 1) -> Tensor:
     """Return bool [N], True at the num_best rows of the highest reward in each group; ties go to the earlier row.
 
@@ -68,6 +72,7 @@ def best_of_n(rewards: Tensor, group_ids: Tensor, *, num_best: int = 1) -> Tenso
     return torch.zeros_like(owner, dtype=torch.bool).scatter_(0, order, place - first[owner] < num_best)
 
 
+@keywords
 def drop_truncated(mask: Tensor, truncated: Tensor) -> Tensor:
     """Return the mask [B, T] with the rows that were cut off emptied: an answer that was not finished is not judged.
 

@@ -17,10 +17,12 @@ So k2 or `full` where it is added to the loss, k1 or k3 where `in_reward` takes 
 from torch import Tensor
 
 from m2flow.algos import _check
+from m2flow.algos._keywords import keywords
 from m2flow.algos._ratio import log_ratio
 from m2flow.algos._vocab import full_kl_op
 
 
+@keywords
 def k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Return d [B, T], 0 outside the mask.
 
@@ -34,6 +36,7 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     return _log_ratio("k1", logprobs, ref_logprobs, mask)
 
 
+@keywords
 def k2(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Return d^2 / 2 [B, T], 0 outside the mask.
 
@@ -42,6 +45,7 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     return 0.5 * _log_ratio("k2", logprobs, ref_logprobs, mask).square()
 
 
+@keywords
 def k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Return exp(-d) - 1 + d [B, T], 0 outside the mask: the low-variance form.
 
@@ -52,6 +56,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     return (-d).expm1() + d
 
 
+@keywords
 def absolute(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Return abs(d) [B, T], 0 outside the mask.
 
@@ -60,6 +65,7 @@ def absolute(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     return _log_ratio("absolute", logprobs, ref_logprobs, mask).abs()
 
 
+@keywords
 def full(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> Tensor:
     """Return sum over v of p(v) (log p(v) - log q(v)) [B, T], 0 outside the mask.
 
@@ -77,6 +83,7 @@ def full(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> Tensor:
     return divergence
 
 
+@keywords
 def in_reward(rewards: Tensor, divergence: Tensor, mask: Tensor, *, coef: float) -> Tensor:
     """Return rewards - coef * divergence [B, T], 0 outside the mask, with no gradient: KL as a part of the reward.
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from m2flow.algos import _check
+from m2flow.algos._keywords import keywords
 from m2flow.algos._linear import linear_logprobs_op
 from m2flow.algos._vocab import token_logprobs_op
 from m2flow.algos.errors import DtypeError, ShapeError
 
 
+@keywords
 def from_logits(logits: Tensor, tokens: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Return log softmax(logits / temperature)[tokens] [B, T], 0 outside the mask.
 
@@ -34,6 +36,7 @@ def from_logits(logits: Tensor, tokens: Tensor, mask: Tensor, *, temperature: fl
     return logprobs
 
 
+@keywords
 def from_logits_with_entropy(
     logits: Tensor, tokens: Tensor, mask: Tensor, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -48,6 +51,7 @@ def from_logits_with_entropy(
     return logprobs, entropies
 
 
+@keywords
 def entropy(logits: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Return H = -sum over v of p(v) log p(v) [B, T] in nats, p = softmax(logits / temperature), 0 outside the mask.
 
@@ -66,6 +70,7 @@ def entropy(logits: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor
     return entropies
 
 
+@keywords
 def from_hidden(hidden: Tensor, weight: Tensor, tokens: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Return log softmax(hidden @ weight.T / temperature)[tokens] [B, T], 0 outside the mask, with no logits held.
 
@@ -81,6 +86,7 @@ def from_hidden(hidden: Tensor, weight: Tensor, tokens: Tensor, mask: Tensor, *,
     return _from_hidden("from_hidden", hidden, weight, tokens, mask, temperature)[0]
 
 
+@keywords
 def from_hidden_with_entropy(
     hidden: Tensor, weight: Tensor, tokens: Tensor, mask: Tensor, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:

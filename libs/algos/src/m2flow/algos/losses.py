@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from m2flow.algos import _check, kl
+from m2flow.algos._keywords import keywords
 from m2flow.algos._ratio import log_ratio, sequence_mean
 
 
+@keywords
 def ppo_clip(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -41,6 +43,7 @@ def ppo_clip(
     return _clipped(log_ratio(new, old).exp(), adv, clip_low, clip_high)
 
 
+@keywords
 def dual_clip(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -68,6 +71,7 @@ def dual_clip(
     return torch.where(adv < 0, torch.minimum(loss, -clip_max * adv), loss)
 
 
+@keywords
 def decoupled_ppo(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -101,6 +105,7 @@ def decoupled_ppo(
     return weight * _clipped(log_ratio(new, old).exp(), adv, clip_low, clip_high)
 
 
+@keywords
 def gspo(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -130,6 +135,7 @@ def gspo(
     return _clipped(ratio, adv, clip_low, clip_high).masked_fill(~mask, 0.0)
 
 
+@keywords
 def gspo_token(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -156,6 +162,7 @@ def gspo_token(
     return _clipped(ratio, adv, clip_low, clip_high).masked_fill(~mask, 0.0)
 
 
+@keywords
 def cispo(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -184,6 +191,7 @@ def cispo(
     return -weight * adv * new
 
 
+@keywords
 def sapo(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -212,6 +220,7 @@ def sapo(
     return -(4.0 / tau) * torch.sigmoid(tau * (log_ratio(new, old).exp() - 1.0)) * adv
 
 
+@keywords
 def reinforce(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Return the loss of J = A * logprobs.
 
@@ -226,6 +235,7 @@ def reinforce(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     return -adv.detach() * new
 
 
+@keywords
 def gpg(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Return GPG's loss, which is that of `reinforce`; what is GPG's own lies in `advantages.gpg` and the token mean.
 
@@ -236,6 +246,7 @@ def gpg(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     return -adv.detach() * new
 
 
+@keywords
 def distill_forward_kl(logits: Tensor, teacher_logits: Tensor, mask: Tensor) -> Tensor:
     """Return KL(teacher || student) over the whole vocabulary [B, T]: the student covers all that the teacher does.
 
@@ -253,6 +264,7 @@ def distill_forward_kl(logits: Tensor, teacher_logits: Tensor, mask: Tensor) -> 
     return kl.full(teacher_logits.detach(), logits, mask)
 
 
+@keywords
 def distill_reverse_kl(logits: Tensor, teacher_logits: Tensor, mask: Tensor) -> Tensor:
     """Return KL(student || teacher) over the whole vocabulary [B, T]: the student keeps to what the teacher would say.
 
@@ -264,6 +276,7 @@ def distill_reverse_kl(logits: Tensor, teacher_logits: Tensor, mask: Tensor) -> 
     return kl.full(logits, teacher_logits.detach(), mask)
 
 
+@keywords
 def distill_sampled_kl(logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Return the policy-gradient loss of reverse KL on samples: J = stop(teacher_logprobs - logprobs) * logprobs.
 

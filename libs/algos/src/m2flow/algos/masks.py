@@ -4,8 +4,10 @@ import torch
 from torch import Tensor
 
 from m2flow.algos import _check
+from m2flow.algos._keywords import keywords
 
 
+@keywords
 def from_lengths(lengths: Tensor, *, num_tokens: int) -> Tensor:
     """Return the bool mask [B, T] whose row b is True at the first lengths[b] positions.
 
@@ -21,6 +23,7 @@ def from_lengths(lengths: Tensor, *, num_tokens: int) -> Tensor:
     return torch.arange(num_tokens, device=lengths.device) < lengths[:, None]
 
 
+@keywords
 def spread(x: Tensor, mask: Tensor) -> Tensor:
     """Return [B, T]: x[b] at every position of row b where the mask is True, 0 elsewhere.
 
@@ -33,6 +36,7 @@ def spread(x: Tensor, mask: Tensor) -> Tensor:
     return _spread("spread", x, _check.token_mask("spread", mask))
 
 
+@keywords
 def place_last(x: Tensor, mask: Tensor) -> Tensor:
     """Return [B, T]: x[b] at the last True position of row b, 0 elsewhere: a reward for the whole as rewards by token.
 

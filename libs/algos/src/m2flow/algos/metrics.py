@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from m2flow.algos import _check
+from m2flow.algos._keywords import keywords
 from m2flow.algos._ratio import hold, log_ratio, sequence_sum
 
 
+@keywords
 def policy(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -52,6 +54,7 @@ def policy(
     }
 
 
+@keywords
 def rollout_correction(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Return the size of the gap that `corrections` is for; w = exp(old_logprobs - rollout_logprobs) by token.
 
@@ -92,6 +95,7 @@ def rollout_correction(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Ten
     return named
 
 
+@keywords
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Return 1 - var(returns - values) / var(returns) over the mask, a 0-d tensor: 1 is a perfect critic.
 
@@ -109,6 +113,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     return torch.where(whole > 0, 1.0 - left / torch.where(whole > 0, whole, 1.0), torch.zeros_like(whole))
 
 
+@keywords
 def pass_at_k(num_correct: Tensor, num_samples: Tensor, *, k: int) -> Tensor:
     """Return [N] in float64: the chance that k of a problem's n samples, drawn without return, hold a correct one.
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from m2flow.algos import _check
+from m2flow.algos._keywords import keywords
 from m2flow.algos._scan import onward
 from m2flow.algos.errors import SettingError, ShapeError
 
 
+@keywords
 def gae(
     rewards: Tensor,
     values: Tensor,
@@ -84,6 +86,7 @@ def gae(
     return advantages, advantages + now
 
 
+@keywords
 def reward_to_go(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, terminated: Tensor | None = None) -> Tensor:
     """Return G [B, T], 0 outside the mask: G_t = r_t + gamma * G_(t+1), the second term 0 where terminated.
 
@@ -105,6 +108,7 @@ def reward_to_go(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, terminate
     return torch.addcmul(rewards, decay, future).masked_fill(~mask, 0.0)
 
 
+@keywords
 def n_step(
     rewards: Tensor,
     next_values: Tensor,

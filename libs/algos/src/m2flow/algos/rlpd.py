@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from m2flow.algos import _check
+from m2flow.algos._keywords import keywords
 from m2flow.algos.errors import ShapeError
 from m2flow.algos.replay import UniformReplay, Windows
 
 
+@keywords
 def mixed_batch(
     online: UniformReplay,
     offline: UniformReplay,
@@ -56,6 +58,7 @@ def mixed_batch(
     )
 
 
+@keywords
 def subset(q: Tensor, *, num_critics: int, generator: torch.Generator) -> Tensor:
     """Return [num_critics, N]: a random few of an ensemble's q-values, whose minimum the target takes.
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from m2flow.algos import _check
+from m2flow.algos._keywords import keywords
 
 
+@keywords
 def squash(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Return (actions [N, D] in [-1, 1], logprobs [N]) of a tanh-squashed Gaussian: tanh(mean + exp(log_std) * noise).
 
@@ -34,6 +36,7 @@ def squash(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor
     return u.tanh(), (gaussian - slope).sum(1)
 
 
+@keywords
 def td_target(
     rewards: Tensor,
     next_q: Tensor,
@@ -66,6 +69,7 @@ def td_target(
     return (r + gamma * future).detach()
 
 
+@keywords
 def critic_loss(q: Tensor, target: Tensor) -> Tensor:
     """Return [N]: the sum over the ensemble of (q - target)^2 / 2.
 
@@ -79,6 +83,7 @@ def critic_loss(q: Tensor, target: Tensor) -> Tensor:
     return 0.5 * (_ensemble("critic_loss", "q", q, y) - y.detach()).square().sum(0)
 
 
+@keywords
 def actor_loss(logprobs: Tensor, q: Tensor, *, temperature: float | Tensor) -> Tensor:
     """Return [N]: temperature * logprobs - min over the ensemble of q, for actions sampled now with a gradient.
 
@@ -97,6 +102,7 @@ def actor_loss(logprobs: Tensor, q: Tensor, *, temperature: float | Tensor) -> T
     return alpha * logp - _ensemble("actor_loss", "q", q, logp).amin(0)
 
 
+@keywords
 def temperature_loss(log_temperature: Tensor, logprobs: Tensor, *, target_entropy: float) -> Tensor:
     """Return [N]: -exp(log_temperature) * (logprobs + target_entropy): too little entropy raises the temperature.
 

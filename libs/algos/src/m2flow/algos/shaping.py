@@ -7,9 +7,11 @@ from torch import Tensor
 
 from m2flow.algos import _check
 from m2flow.algos._groups import Groups
+from m2flow.algos._keywords import keywords
 from m2flow.algos.errors import SettingError
 
 
+@keywords
 def overlong(lengths: Tensor, *, max_length: int, buffer_length: int) -> Tensor:
     """Return the soft overlong punishment [N]: 0 up to max_length - buffer_length, then falling to -1 at max_length.
 
@@ -28,6 +30,7 @@ def overlong(lengths: Tensor, *, max_length: int, buffer_length: int) -> Tensor:
     return (left / buffer_length).clamp(-1.0, 0.0).float()
 
 
+@keywords
 def group_length(lengths: Tensor, correct: Tensor, group_ids: Tensor) -> Tensor:
     """Return Kimi k1.5's length reward [N]: from 0.5 for the group's shortest answer to -0.5 for its longest.
 
@@ -54,6 +57,7 @@ def group_length(lengths: Tensor, correct: Tensor, group_ids: Tensor) -> Tensor:
     return torch.where(correct, x, x.clamp_max(0.0)).float()
 
 
+@keywords
 def cosine(
     lengths: Tensor,
     correct: Tensor,

@@ -4,9 +4,11 @@ import torch
 from torch import nn
 
 from m2flow.algos import _check
+from m2flow.algos._keywords import keywords
 from m2flow.algos.errors import ShapeError
 
 
+@keywords
 def update(target: nn.Module, source: nn.Module, *, tau: float) -> None:
     """Move each parameter of `target` to (1 - tau) * target + tau * source, in place; buffers are copied.
 

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from m2flow.algos import _check
+from m2flow.algos._keywords import keywords
 
 
+@keywords
 def mse(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Return e^2 / 2 [B, T], 0 outside the mask.
 
@@ -24,6 +26,7 @@ def mse(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     return _huber(values - returns.detach(), float("inf"))
 
 
+@keywords
 def huber(values: Tensor, returns: Tensor, mask: Tensor, *, delta: float) -> Tensor:
     """Return e^2 / 2 where abs(e) is under delta, else delta * (abs(e) - delta / 2) [B, T], 0 outside the mask.
 
@@ -40,6 +43,7 @@ def huber(values: Tensor, returns: Tensor, mask: Tensor, *, delta: float) -> Ten
     return _huber(values - returns.detach(), delta)
 
 
+@keywords
 def clipped(
     values: Tensor,
     old_values: Tensor,

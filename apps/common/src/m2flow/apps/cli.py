@@ -38,7 +38,7 @@ def run_command(app: App[C], argv: Sequence[str] | None = None) -> int:
     except WorkerFailed as error:
         print(_first_failure(error), file=sys.stderr)
         return 1
-    except (WorkerError, FlowError) as error:
+    except (WorkerError, FlowError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
 

@@ -26,11 +26,12 @@ from m2flow.apps.planning import (
 from m2flow.apps.progress import Progress
 from m2flow.apps.report import write_report
 from m2flow.apps.run_directory import RunDirectory
-from m2flow.apps.settings import find_checkpoint, newest_checkpoint, read_message, refuse_idle_resume, resolve_config
+from m2flow.apps.settings import find_checkpoint, newest_checkpoint, refuse_idle_resume, resolve_config
 from m2flow.apps.training import Driver, local_cluster, traced
 from m2flow.apps.yaml_tree import dump_yaml
 from m2flow.flow import Graph
 from m2flow.proto.sched.v1 import sched_pb2
+from m2flow.sched.files import read_message
 from m2flow.worker import Cluster, GroupSpec, Placement, launch_run
 
 __all__ = ["check", "evaluate", "plan", "report", "show_config", "train"]
@@ -86,21 +87,8 @@ def evaluate(app: App[C], arguments: argparse.Namespace) -> int:
 def plan(app: App[C], arguments: argparse.Namespace) -> int:
     """Prints the best plan for a profile and why it is; needs no device and no model."""
     config = resolve_config(app, arguments.settings)
-    graph = _graph(app, config)
-    cluster = cluster_spec(local_cluster(config))
-    if arguments.cluster:
-        cluster = read_message(arguments.cluster, sched_pb2.ClusterSpec())
-    store, profile = ProfileStore(config.run.profiles), _empty_profile(app, config)
-    origin = arguments.profile or store.path(profile)
-    if arguments.profile is None:
-        profile = store.find(profile)
-    if not profile.samples:
-        origin = arguments.profile or app.default_profile
-        profile = read_message(origin, sched_pb2.Profile())
-    request = sched_pb2.PlanRequest(workflow=graph.to_proto(), profile=profile, cluster=cluster)
-    if config.plan != "auto":
-        request.mode = config.plan
     try:
+        request, origin = _plan_request(app, config, arguments)
         answer = sched.explain(request)
     except sched.SchedError as error:
         raise CheckFailed([str(error)]) from None
@@ -153,6 +141,24 @@ def _drive(app: App[C], config: C, run: RunDirectory, *, weights: Path, resume: 
         Driver(job, config, run, graph, cluster, planning, progress, first_step).train()
         store.keep(forecast.profile)
         progress.say(_closing_words(run))
+
+
+def _plan_request(app: App[C], config: C, arguments: argparse.Namespace) -> tuple[sched_pb2.PlanRequest, Path | None]:
+    """What is asked of the scheduler, and the file that its profile is from."""
+    graph = _graph(app, config)
+    cluster = cluster_spec(local_cluster(config))
+    if arguments.cluster:
+        cluster = read_message(arguments.cluster, sched_pb2.ClusterSpec)
+    store = ProfileStore(config.run.profiles)
+    profile = store.find(_empty_profile(app, config))
+    origin = store.path(profile)
+    if arguments.profile or not profile.samples:
+        origin = arguments.profile or app.default_profile
+        profile = read_message(origin, sched_pb2.Profile)
+    if not profile.samples and not profile.models:
+        raise CheckFailed([f"--profile: {origin} holds no samples, want some of each stage: name a run's profile.json"])
+    mode = "" if config.plan == "auto" else config.plan
+    return sched_pb2.PlanRequest(workflow=graph.to_proto(), profile=profile, cluster=cluster, mode=mode), origin
 
 
 def _everywhere(spec: GroupSpec, cluster: Cluster) -> Placement:

@@ -1,12 +1,8 @@
-"""What the words on the command line name: a recipe with overrides, a run to go on with, a checkpoint, a message."""
+"""What the words on the command line name: a recipe with overrides, a run to go on with, a checkpoint."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
-
-import yaml
-from google.protobuf import json_format
-from google.protobuf.message import Message
 
 from m2flow.apps.app import App
 from m2flow.apps.checkpoint import ResumeState, latest_checkpoint, read_resume_state
@@ -14,10 +10,9 @@ from m2flow.apps.config import TrainingConfig, load_config
 from m2flow.apps.errors import CheckFailed, ConfigError, ResumeError
 from m2flow.apps.run_directory import RunDirectory
 
-__all__ = ["find_checkpoint", "newest_checkpoint", "read_message", "refuse_idle_resume", "resolve_config"]
+__all__ = ["find_checkpoint", "newest_checkpoint", "refuse_idle_resume", "resolve_config"]
 
 C = TypeVar("C", bound=TrainingConfig)
-M = TypeVar("M", bound=Message)
 
 
 def resolve_config(app: App[C], settings: Sequence[str], *, base: Path | None = None) -> C:
@@ -60,16 +55,3 @@ def find_checkpoint(path: Path) -> Path:
     if checkpoint is None:
         raise CheckFailed([f"--checkpoint: {path} is no checkpoint and holds none: name a step_N directory or a run"])
     return checkpoint
-
-
-def read_message(path: Path, message: M) -> M:
-    """Returns `message` with the fields of a JSON or YAML file. Raises CheckFailed when it does not fit."""
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
-        if not isinstance(tree, dict):
-            raise json_format.ParseError(f"got {type(tree).__name__}, want a mapping of its fields")
-        json_format.ParseDict(tree, message)
-    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError, json_format.ParseError) as error:
-        kind = type(message).__name__
-        raise CheckFailed([f"{path}: no readable {kind} ({error}): see proto/sched/v1 for its fields"]) from None
-    return message

@@ -13,6 +13,7 @@ from pathlib import Path
 from m2flow.apps.app import Job, StepOutcome
 from m2flow.apps.checkpoint import ResumeState, write_checkpoint
 from m2flow.apps.config import TrainingConfig
+from m2flow.apps.errors import CheckFailed
 from m2flow.apps.metrics import MetricsLog, spoken
 from m2flow.apps.planning import Planning, write_plan
 from m2flow.apps.progress import Progress, StepView
@@ -33,8 +34,14 @@ def traced(job: Job, config: TrainingConfig, *, name: str) -> Graph:
 
 
 def local_cluster(config: TrainingConfig) -> Cluster:
-    """Returns the devices of this machine that the config asks for, and the app's own resources."""
-    cluster = Cluster.local(None if config.cpu_slots == "all" else config.cpu_slots)
+    """Returns the devices of this machine that the config asks for, and the app's own resources.
+
+    Raises CheckFailed on more slots than cores.
+    """
+    try:
+        cluster = Cluster.local(None if config.cpu_slots == "all" else config.cpu_slots)
+    except ValueError as error:
+        raise CheckFailed([str(error)]) from None
     for kind, count in config.resources.items():
         cluster = cluster.with_resource(kind, count=count)
     return cluster

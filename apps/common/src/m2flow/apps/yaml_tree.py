@@ -42,9 +42,13 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[object, object]:
     return loader.construct_mapping(node, deep=True)
 
 
+def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """010 is ten, and 08 a number: YAML 1.1 reads a leading zero as octal."""
+    return int(str(loader.construct_scalar(node)))
+
+
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
-# 010 is ten, and 08 a number: YAML 1.1 reads a leading zero as octal.
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 
 def _parse(text: str) -> object:

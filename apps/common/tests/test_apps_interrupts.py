@@ -110,6 +110,7 @@ def test_a_killed_worker_ends_the_run_with_its_name(start: Start, tmp_path: Path
     assert started.returncode == 1
     assert err.startswith("actor rank 0 on "), err
     assert "SIGKILL" in err.splitlines()[0]
+    assert any(f"(pid {pid})" in err.splitlines()[0] for pid in workers)
     _wait_gone(workers, 5)
     assert latest_checkpoint(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / "step_2"
 

@@ -104,7 +104,7 @@ class AutoPlanning:
         self._graph, self._cluster, self._run = graph, cluster, run
         self._forecast, self._iterations, self._say = forecast, profile_iterations, say
         self._probes = probes(graph, cluster)
-        self._settled, self._warming, self._measured = False, True, 0
+        self._settled, self._warming, self._measured, self._gains = False, True, 0, 0
         self.plan = self._probes.pop(0)
         self.switch_s = 0.0
         if forecast.complete:
@@ -131,7 +131,7 @@ class AutoPlanning:
 
     def _take(self, plan: flow_pb2.ExecutionPlan) -> bool:
         self._warming = _devices(self.plan) != _devices(plan)
-        self.plan, self._measured = plan, 0
+        self.plan, self._measured, self._gains = plan, 0, 0
         return True
 
     def _settle(self) -> bool:
@@ -149,7 +149,10 @@ class AutoPlanning:
 
     def _reconsider(self, remaining_iterations: int) -> bool:
         found = self._forecast.replan(self.plan, remaining_iterations=remaining_iterations, switch_s=self.switch_s)
-        if found.plan is None or not _runs(self._graph, self._cluster, found.plan):
+        better = found.plan is not None and _runs(self._graph, self._cluster, found.plan)
+        # One long iteration is no drift: a gain counts that the next iteration shows too.
+        self._gains = self._gains + 1 if better else 0
+        if found.plan is None or self._gains < 2:
             return False
         self._say(f"plan=auto: {found.reason}")
         return self._take(found.plan)

@@ -5,7 +5,7 @@ from pathlib import Path
 from m2flow import sched
 from m2flow.apps.config import load_config
 from m2flow.apps.forecast import Forecast, ProfileStore, new_profile
-from m2flow.apps.planning import AutoPlanning, cluster_spec
+from m2flow.apps.planning import AutoPlanning, cluster_spec, probes
 from m2flow.apps.run_directory import RunDirectory
 from m2flow.apps.testing.toy import TOY
 from m2flow.apps.training import traced
@@ -68,6 +68,23 @@ def test_nothing_is_predicted_before_every_stage_was_measured() -> None:
     predicted = forecast.seconds(plan)
     assert predicted is not None
     assert abs(predicted / sched.simulate(sched_pb2.SimulateRequest(request=request, plan=plan)).iteration_s - 1) < 0.02
+
+
+def test_what_a_run_under_one_plan_measured_does_not_spare_the_probes(tmp_path: Path) -> None:
+    """In turns on both devices says nothing of one device: auto still measures side by side."""
+    graph, cluster = traced(JOB, CONFIG, name="toy"), Cluster.local(2)
+    forecast = Forecast(graph, cluster_spec(cluster), new_profile("toy", JOB.groups))
+    request, (turns, *others) = truth(graph, cluster, 4.0), probes(graph, cluster)
+    forecast.learn(lived(request, turns), turns)
+    assert forecast.complete
+    assert not forecast.covers([turns, *others])
+    run = RunDirectory.create("toy", root=str(tmp_path))
+    planning = AutoPlanning(graph, cluster, forecast, run, profile_iterations=1, say=lambda text: None)
+    assert planning.plan == turns
+    assert not run.explanation.exists()
+    for plan in others:
+        forecast.learn(lived(request, plan), plan)
+    assert forecast.covers([turns, *others])
 
 
 def test_profiles_of_another_workload_or_machine_and_broken_ones_are_not_used(tmp_path: Path) -> None:

@@ -140,13 +140,22 @@ def test_an_engine_that_leaves_items_behind_is_told():
         list(run_all(graph, spatial_plan(graph, Cluster.virtual(2)), 2, num_items=1))
 
 
+def env_first(flow, env, policy):
+    """The loop is entered, and gone round, by the environment."""
+    seen = flow.loop(policy.act(env.reset(flow.source("seeds"))))
+    again, done = flow.split(is_live, env.step(seen))
+    seen.feed(policy.act(again))
+    return done
+
+
 @pytest.mark.medium
-def test_episodes_that_die_with_their_process_are_counted_and_the_rest_go_on():
+@pytest.mark.parametrize("program", [episodes, env_first], ids=["behind the head", "the head"])
+def test_episodes_that_die_with_their_process_are_counted_and_the_rest_go_on(program):
     groups = {
         "env": SyntheticEnvironment.group({"length": 5, "die_at": 1}, name="env", **KIND),
         "policy": SyntheticPolicy.group({}, name="policy", **KIND),
     }
-    graph = trace(episodes, groups, source_items=6)
+    graph = trace(program, groups, source_items=6)
     cluster = Cluster.virtual(3)
     plan = spatial_plan(graph, cluster, weights={"env": 2})
     with launch_run(cluster, launcher="process") as session, Runtime(graph, plan, session) as runtime:
@@ -174,32 +183,6 @@ def test_the_head_of_a_loop_that_dies_comes_back_and_changes_no_result(policy):
             results = [runtime.run(number, wave(number, 0)) for number in range(3)]
         seen.append([[(item.id, item.fields["actions"]) for item in result.outputs] for result in results])
     assert seen[0] == seen[1]
-
-
-def env_first(flow, env, policy):
-    """The loop is entered, and gone round, by the environment."""
-    seen = flow.loop(policy.act(env.reset(flow.source("seeds"))))
-    again, done = flow.split(is_live, env.step(seen))
-    seen.feed(policy.act(again))
-    return done
-
-
-@pytest.mark.medium
-def test_episodes_that_die_with_the_head_of_their_loop_are_counted_too():
-    groups = {
-        "env": SyntheticEnvironment.group({"length": 5, "die_at": 1}, name="env", **KIND),
-        "policy": SyntheticPolicy.group({}, name="policy", **KIND),
-    }
-    graph = trace(env_first, groups, source_items=6)
-    cluster = Cluster.virtual(3)
-    plan = spatial_plan(graph, cluster, weights={"env": 2})
-    with launch_run(cluster, launcher="process") as session, Runtime(graph, plan, session) as runtime:
-        runtime.start()
-        results = [runtime.run(number, wave(number, 0)) for number in range(3)]
-    assert [len(results[0].outputs), len(results[2].outputs)] == [6, 6]
-    assert 1 <= results[1].tombstones["died"] <= 3
-    assert len(results[1].outputs) + results[1].tombstones["died"] == 6
-    assert {(1,), (3,), (5,)} <= {item.seq for item in results[1].outputs}
 
 
 @pytest.mark.medium

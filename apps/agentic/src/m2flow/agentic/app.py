@@ -1,7 +1,6 @@
 """What m2flow-agentic is made of: its settings, its recipe, its workers and its data, put together."""
 
 import importlib.util
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +17,8 @@ from m2flow.apps.model import prepare_model
 from m2flow.apps.model_check import model_problems, room_problems
 from m2flow.apps.outcome import measure
 from m2flow.apps.rollout import rollout_group
-from m2flow.worker import GroupSpec, Item
+from m2flow.apps.tasks_problem import problem_items
+from m2flow.worker import GroupSpec
 
 __all__ = ["APP"]
 
@@ -27,11 +27,6 @@ _HERE = Path(__file__).parent
 
 def _build(config: AgenticConfig, weights: Path, resume: Path | None) -> Job:
     task = ExpressionTask(config.seed)
-
-    def items(step: int) -> Sequence[Item]:
-        problems = task.training(step, config.prompts_per_step)
-        return [Item((place,), step, problem.fields()) for place, problem in enumerate(problems)]
-
     return Job(
         program=partial(
             grpo,
@@ -46,7 +41,7 @@ def _build(config: AgenticConfig, weights: Path, resume: Path | None) -> Job:
             "actor": actor_group(config, weights, resume),
         },
         expansions={"agent.open": float(config.samples_per_prompt)},
-        items=items,
+        items=lambda step: problem_items(task.training(step, config.prompts_per_step), step),
         measure=measure,
         evaluate=ToolEvaluation(
             task.held_out(config.evaluation.num_problems),

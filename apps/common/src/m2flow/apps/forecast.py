@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from google.protobuf import json_format
@@ -23,8 +23,10 @@ _TIMELESS = frozenset({"seed", "resume"})
 
 
 def new_profile(name: str, groups: Mapping[str, GroupSpec]) -> sched_pb2.Profile:
-    """Returns an empty profile of this workload, on this machine, by this version. Its `model` is `name` and a digest
-    of what the workers are and how they are set."""
+    """Returns an empty profile of this workload, on this machine, by this version.
+
+    Its `model` is `name` and a digest of what the workers are and how they are set.
+    """
     made = {
         group: [spec.target, {key: value for key, value in dict(spec.config).items() if key not in _TIMELESS}]
         for group, spec in groups.items()
@@ -77,7 +79,7 @@ class Forecast:
 
     def __init__(self, graph: Graph, cluster: sched_pb2.ClusterSpec, profile: sched_pb2.Profile) -> None:
         self._request = sched_pb2.PlanRequest(workflow=graph.to_proto(), profile=profile, cluster=cluster)
-        self._timed = {s.name for s in graph.stages.values() if s.kind == flow_pb2.STAGE_KIND_WORK}
+        self._groups = {s.name: s.group for s in graph.stages.values() if s.kind == flow_pb2.STAGE_KIND_WORK}
 
     @property
     def profile(self) -> sched_pb2.Profile:
@@ -87,7 +89,18 @@ class Forecast:
     @property
     def complete(self) -> bool:
         """Whether every stage that does work has been measured."""
-        return self._timed <= {sample.stage for sample in self.profile.samples}
+        return self._groups.keys() <= {sample.stage for sample in self.profile.samples}
+
+    def covers(self, plans: Iterable[flow_pb2.ExecutionPlan]) -> bool:
+        """Whether every stage that does work has been measured on as many devices as each of `plans` gives it."""
+        measured = {(sample.stage, sample.devices) for sample in self.profile.samples}
+        return all(
+            (stage, len(own.device_ids)) in measured
+            for plan in plans
+            for own in plan.groups
+            for stage, group in self._groups.items()
+            if group == own.group
+        )
 
     def learn(self, timeline: flow_pb2.Timeline, plan: flow_pb2.ExecutionPlan) -> None:
         """Takes in an iteration that ran under `plan`."""

@@ -85,10 +85,10 @@ class AutoPlanning:
     """Runs some iterations under each of some plans, asks the scheduler for the best, and goes on with it.
 
     These iterations are training steps like any other: every synchronous plan computes the same. Where a plan moves
-    groups to other devices, its first iteration is a warm-up and is not counted. Where the forecast has a complete
-    profile from earlier runs, the best plan is asked for at once. From then on every iteration is folded into the
-    profile, and the plan changes again when a better one's gain pays for the change. Profile and explanation are kept
-    in the run directory.
+    groups to other devices, its first iteration is a warm-up and is not counted. Where earlier runs have measured what
+    these plans would, the best plan is asked for at once. From then on every iteration is folded into the profile, and
+    the plan changes again when a better one's gain pays for the change. Profile and explanation are kept in the run
+    directory.
     """
 
     def __init__(
@@ -105,9 +105,10 @@ class AutoPlanning:
         self._forecast, self._iterations, self._say = forecast, profile_iterations, say
         self._probes = probes(graph, cluster)
         self._settled, self._warming, self._measured, self._gains = False, True, 0, 0
+        known = forecast.covers(self._probes)
         self.plan = self._probes.pop(0)
         self.switch_s = 0.0
-        if forecast.complete:
+        if known:
             self._probes.clear()
             self._settle()
 

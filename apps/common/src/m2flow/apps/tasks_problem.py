@@ -1,10 +1,12 @@
-"""One problem, as every task makes them."""
+"""One problem, as every task makes them, and as it enters the flow."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Problem"]
+from m2flow.worker import Item
+
+__all__ = ["Problem", "problem_items"]
 
 
 @dataclass(frozen=True)
@@ -24,3 +26,8 @@ class Problem:
     def fields(self) -> dict[str, Any]:
         """The same as item fields, from which the verifier works."""
         return {"prompt": self.prompt, "answer": self.answer, "chat": self.chat, "data": dict(self.data)}
+
+
+def problem_items(problems: Sequence[Problem], step: int) -> list[Item]:
+    """The problems of a step as its source items, in order."""
+    return [Item((place,), step, problem.fields()) for place, problem in enumerate(problems)]

@@ -1,6 +1,5 @@
 """What m2flow-reasoning is made of: its settings, its recipe, its workers and its data, put together."""
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +13,10 @@ from m2flow.apps.outcome import measure
 from m2flow.apps.reward import RewardWorker
 from m2flow.apps.rollout import rollout_group
 from m2flow.apps.tasks import make_task, task_problems
+from m2flow.apps.tasks_problem import problem_items
 from m2flow.reasoning.config import ReasoningConfig
 from m2flow.reasoning.recipe import grpo
-from m2flow.worker import GroupSpec, Item
+from m2flow.worker import GroupSpec
 
 __all__ = ["APP"]
 
@@ -25,11 +25,6 @@ _HERE = Path(__file__).parent
 
 def _build(config: ReasoningConfig, weights: Path, resume: Path | None) -> Job:
     task = make_task(config.task, config.task_options, config.seed)
-
-    def items(step: int) -> Sequence[Item]:
-        problems = task.training(step, config.prompts_per_step)
-        return [Item((place,), step, problem.fields()) for place, problem in enumerate(problems)]
-
     return Job(
         program=partial(grpo, groups_per_minibatch=groups_per_minibatch(config), num_epochs=config.num_epochs),
         groups={
@@ -38,7 +33,7 @@ def _build(config: ReasoningConfig, weights: Path, resume: Path | None) -> Job:
             "actor": actor_group(config, weights, resume),
         },
         expansions={"rollout.generate": float(config.samples_per_prompt)},
-        items=items,
+        items=lambda step: problem_items(task.training(step, config.prompts_per_step), step),
         measure=measure,
         evaluate=Evaluation(
             task,

@@ -65,8 +65,8 @@ def num_tokens(inputs: Sequence[Item], outputs: Sequence[Item]) -> int:
 
     1 where they say 0: a span of 0 tokens is one that nobody counted.
     """
-    said = [item.fields.get("worked_tokens") for item in outputs]
-    if said and all(isinstance(count, int) for count in said):
+    said = [count for item in outputs if isinstance(count := item.fields.get("worked_tokens"), int)]
+    if said and len(said) == len(outputs):
         return max(1, sum(said))
     return max(_num_held(inputs), _num_held(outputs))
 

@@ -160,10 +160,7 @@ class WeightReceiver:
             parts = {name: _Part(plan[name][0], []) for name in names[slice(*bounds)]}
             for source, run, answer in asked:
                 for (name, box), (array, expected) in zip(run, answer.result(timeout_s), strict=True):
-                    if digest(array) != expected:
-                        raise PayloadError(
-                            f"weights {self._name!r} version {version} of {source!r}: {name!r} was altered"
-                        )
+                    self._check(version, source, name, array, expected)
                     parts[name].pieces.append((box, array))
             load({name: _put_together(part) for name, part in parts.items()})
         return self._end(version)
@@ -191,6 +188,10 @@ class WeightReceiver:
             source: {name: Box(*found[:2]) for name, found in layout.items()} for source, layout in layouts.items()
         }
         return plan, shards
+
+    def _check(self, version: int, source: str, name: str, array: Tree, expected: int) -> None:
+        if digest(array) != expected:
+            raise PayloadError(f"weights {self._name!r} version {version} of {source!r}: {name!r} was altered")
 
     def _begin(self) -> tuple[int, dict[str, _Part]]:
         if self._prepared is None:
@@ -240,8 +241,7 @@ class WeightReceiver:
                 self._moved_bytes += int(found.nbytes)
                 started = time.monotonic()
                 array = changed(had[name, box], found) if isinstance(found, Changes) else found
-                if digest(array) != expected:
-                    raise PayloadError(f"weights {self._name!r} version {version} of {source!r}: {name!r} was altered")
+                self._check(version, source, name, array, expected)
                 if self._delta:
                     have[name, box] = array
                 yield name, box, array, time.monotonic() - started

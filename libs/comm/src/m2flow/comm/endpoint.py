@@ -49,7 +49,8 @@ class Endpoint:
     `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
     run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way;
     `connect_timeout_s` is how long a peer, a service or a channel may take to appear; `tls` secures what crosses hosts.
-    With `by_reference` a message to an endpoint in this same process is the object itself. With `allow_pickle` what a
+    With `by_reference` a message to an endpoint in this same process is the object itself, and so is an item of a channel
+    whose host and consumers are all in it. With `allow_pickle` what a
     peer on this host sent as `Pickled` is unpickled here, which lets it run anything. Create it after forking, never
     before.
 
@@ -84,6 +85,7 @@ class Endpoint:
         )
         self._calls = CallServer(self._executor, Parking(self._fabric.loop, connect_timeout_s))
         self._host = ChannelHost(Parking(self._fabric.loop, connect_timeout_s))
+        self._fabric.consumers_of = self._host.consumers_of
         self._weights = WeightStore(self._fabric.pool)
         self._reader = WeightReader()
         self._calls.add(SERVICE, self._weights.handle)
@@ -278,7 +280,8 @@ class Endpoint:
 
     def channel(self, name: str, *, host: str) -> Channel:
         """Returns a client of a channel that the endpoint `host` hosts. Does not block, nor check that it does."""
-        return Channel(name, host, self._fabric.connection)
+        stays_here = self._fabric.stays_here if self._by_reference else _never
+        return Channel(name, host, self._fabric.connection, stays_here)
 
     def _on_io_thread(self, call: Callable[[], _T]) -> _T:
         if self._fabric.loop.is_io_thread():
@@ -357,6 +360,11 @@ class Endpoint:
         self._fabric.close()
         self._executor.close()
         self._weights.close()
+
+
+def _never(channel: str, host: str) -> bool:
+    """Where nothing is handed over by reference, every item leaves the process."""
+    return False
 
 
 def _discard(connection: Connection, done: "Future[bytes]") -> None:

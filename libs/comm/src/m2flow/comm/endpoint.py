@@ -49,10 +49,9 @@ class Endpoint:
     `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
     run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way;
     `connect_timeout_s` is how long a peer, a service or a channel may take to appear; `tls` secures what crosses hosts.
-    With `by_reference` a message to an endpoint in this same process is the object itself, and so is an item of a channel
-    whose host and consumers are all in it. With `allow_pickle` what a
-    peer on this host sent as `Pickled` is unpickled here, which lets it run anything. Create it after forking, never
-    before.
+    With `by_reference` a message to an endpoint in this same process is the object itself, and so is an item of a
+    channel whose host and consumers are all in it. With `allow_pickle` what a peer on this host sent as `Pickled` is
+    unpickled here, which lets it run anything. Create it after forking, never before.
 
     Raises ValueError for a name or a directory that will not do, CommError where a living endpoint has the name.
     """

@@ -104,7 +104,8 @@ class Fabric:
         with self._lock:
             if self._closed:
                 raise CommError(f"endpoint {self.identity.name!r} is closed")
-            connection = self._dialled.get(peer)
+            # What a restarted peer has dialled is found here once the connection of its earlier life has ended.
+            connection = self._dialled.get(peer) or self._accepted.get(peer)
             if connection is not None:
                 return connection
             connection, link = self._new(peer, remote=peer in self._addresses)
@@ -284,7 +285,10 @@ class Fabric:
             connection.send(Kind.HELLO, 0, self.identity.hello())
             with self._lock:
                 self._accepted[connection.peer] = connection
-                self._dialled.setdefault(connection.peer, connection)
+                dialled = self._dialled.get(connection.peer)
+            if dialled is not None and dialled.link.passes_fds and not (connection.link.passes_fds or dialled.greeted):
+                # Looked for on this host, it has come from another.
+                dialled.link.fail("it connected from another host meanwhile: call it again")
 
     # Endings.
 
@@ -294,14 +298,16 @@ class Fabric:
             for by_name in (self._dialled, self._accepted):
                 if by_name.get(connection.peer) is connection:
                     del by_name[connection.peer]
-        self._lose(connection, PeerLostError(connection.peer, reason))
+            never_met = not connection.greeted and connection.peer in self._accepted
+        self._lose(connection, PeerLostError(connection.peer, reason), and_mail=not never_met)
         if connection.greeted:
             # Peers hang up on an endpoint that has said goodbye: what ends then is no death either.
             self._on_gone(connection, not connection.left and not self._closed)
 
-    def _lose(self, connection: Connection, error: CommError) -> None:
+    def _lose(self, connection: Connection, error: CommError, *, and_mail: bool = True) -> None:
         connection.lose(error)
-        self.mailbox.fail(connection.peer, error)
+        if and_mail:
+            self.mailbox.fail(connection.peer, error)
 
     def _shut(self) -> None:
         with self._lock:

@@ -216,8 +216,8 @@ class Endpoint:
         Within one process the tree itself is handed over: the sender must not change it afterwards. The future fails
         with PeerLostError; PayloadError is raised at once for what cannot be encoded.
         """
-        local = self._fabric.in_this_process(peer) if self._by_reference else None
-        if local is not None:
+        local = self._fabric.in_this_process(peer)
+        if local is not None and self._by_reference:
             return local.mailbox.deliver(self.name, tag, tree)
         return self.request_async(peer, _MAIL, tag, tree)
 
@@ -345,6 +345,10 @@ class Endpoint:
             first_source=first_source,
             delta=delta,
         )
+
+    def hands_over_to(self, peer: str) -> bool:
+        """Says whether a peer is in this process and is handed the objects themselves. Does not block."""
+        return self._by_reference and self._fabric.in_this_process(peer) is not None
 
     def shares_memory_with(self, peer: str) -> bool:
         """Says whether a peer is reached on this host, so that it can map what is written here."""

@@ -171,8 +171,10 @@ def test_groups_of_equal_rewards_teach_nothing_and_are_counted(model: Path) -> N
     groups = graded(list(rollout(model).generate(prompts())), lambda sample: 1.0)
     learner = actor(model)
     before = {name: tensor.clone() for name, tensor in learner.named_weights().items()}
-    metrics = measure(learner.train(groups)).metrics
+    receipts = learner.train(groups)
+    metrics = measure(receipts).metrics
     assert metrics["groups/all_equal"] == metrics["groups/count"] == 4
+    assert [receipt.fields["worked_tokens"] for receipt in receipts] == [0] * 4
     assert metrics["actor/grad_norm"] == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in learner.named_weights().items())
 

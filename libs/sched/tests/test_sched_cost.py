@@ -76,10 +76,11 @@ def test_one_sample_says_how_much_work_there_is() -> None:
 
 
 def test_longer_items_cost_more_at_once() -> None:
-    """The last eighth of the samples has four times the tokens an item: so has the next prediction."""
+    """Two samples have four times the tokens an item: so has the next prediction. One alone changes nothing."""
     old = _samples([(n, x, _truth(n, x)) for n, x, _ in GRID] * 7, tokens_per_item=100)
-    new = _samples([(2, 64, _truth(2, 256))] * 9, tokens_per_item=400)
-    assert fit_stage(old + new).estimate(64, 1).seconds == pytest.approx(_truth(1, 256), rel=0.02)
+    new = _samples([(2, 64, _truth(2, 256))], tokens_per_item=400)
+    assert fit_stage(old + new).estimate(64, 1).seconds == pytest.approx(_truth(1, 64), rel=0.02)
+    assert fit_stage(old + 2 * new).estimate(64, 1).seconds == pytest.approx(_truth(1, 256), rel=0.02)
 
 
 def test_corun_is_the_ratio_to_the_time_alone() -> None:

@@ -139,10 +139,7 @@ class ActorWorker(Worker):
         minibatch.place = place
         minibatch.seen |= {group.seq for group in groups}
         minibatch.weight += sum(self._loss.weight(sample.sample) for sample in graded)
-        # Equal rewards give advantages of 0: no gradient, so no pass.
-        teaching = [
-            sample for group in groups if np.any(group.fields["advantages"]) for sample in graded_samples(group)
-        ]
+        teaching = [sample for group in groups if _teaches(group) for sample in graded_samples(group)]
         if teaching:
             sums = self._engine.accumulate([sample.sample for sample in teaching], self._loss.bind(teaching))
             for name, value in sums.items():
@@ -202,6 +199,11 @@ def _parameters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if name.startswith("param.")}
 
 
+def _teaches(group: Item) -> bool:
+    """Equal rewards give advantages of 0: no gradient, so no pass."""
+    return bool(np.any(group.fields["advantages"]))
+
+
 def _receipt(group: Item, metrics: Metrics) -> Item:
     """A group for the driver: what people and metrics need of it, without its tokens."""
     members = group.members
@@ -220,6 +222,7 @@ def _receipt(group: Item, metrics: Metrics) -> Item:
             "fed": [len(member.fields["completion_ids"]) - _num_own(member) for member in members],
             "clipped": [member.fields["finish_reason"] == "length" for member in members],
             "counts": [dict(member.fields.get("counts", {})) for member in members],
+            "worked_tokens": sum(len(m.fields["completion_ids"]) for m in members) if _teaches(group) else 0,
             "metrics": metrics,
         },
     )

@@ -168,7 +168,7 @@ class StageLoop:
             given = self._pulled(chunk) if self._pulls else self._checked(self._method(list(chunk.items)))
             outputs = sender.send(unit.recorder.noting(span, given))
             span.items = len(chunk.items)
-            span.tokens = max(num_tokens(chunk.items), num_tokens(outputs))
+            span.tokens = num_tokens(chunk.items, outputs)
             span.inputs.extend(chunk.inputs)
             span.outputs.extend(f"{name}|{item.id}" for item in outputs)
 

@@ -261,7 +261,7 @@ def test_a_killed_consumers_leases_go_to_another_in_order(ends: Any, peer: Any, 
     )
     victim = peer("v", "leases = endpoint.channel('w', host='host').get_batch(64); say(len(leases)); time.sleep(60)")
     assert victim.line() == "64"
-    client = Channel("w", "host", consumer._connect)
+    client = Channel("w", "host", consumer._connect, consumer._stays_here)
     pending = threading.Thread(target=lambda: got.extend(client.get_batch(64, timeout_s=10)), daemon=True)
     got: list[Any] = []
     pending.start()

@@ -86,6 +86,8 @@ class Connection:
         self.session = next(_sessions)
         self.incarnation = 0
         self.greeted = False
+        # Whether the other end is an endpoint of this very process.
+        self.within = False
         self.left = False
         self.link: Link
         self._pool = pool

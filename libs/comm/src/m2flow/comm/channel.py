@@ -13,6 +13,7 @@ from m2flow.comm._connection import INLINE_BYTES, Connection
 from m2flow.comm._frames import Kind
 from m2flow.comm._items import add_payloads, column
 from m2flow.comm._lease import Asked, Lease
+from m2flow.comm._references import Reference
 from m2flow.comm.errors import TimeoutError_
 from m2flow.comm.payload import Encoded, Tree, encode
 from m2flow.proto.comm.v1 import comm_pb2
@@ -52,12 +53,19 @@ class Stats:
 
 
 class Channel:
-    """One endpoint's client of a channel. Thread-safe; many calls may wait at once, each for its own."""
+    """One endpoint's client of a channel. Thread-safe; many calls may wait at once, each for its own.
 
-    def __init__(self, name: str, host: str, connect: Callable[[str], Connection]) -> None:
+    While its host and all its consumers are endpoints of this process, items are handed over as they are: whoever puts
+    one must not change it afterwards, nor may whoever takes it.
+    """
+
+    def __init__(
+        self, name: str, host: str, connect: Callable[[str], Connection], stays_here: Callable[[str, str], bool]
+    ) -> None:
         self.name = name
         self.host = host
         self._connect = connect
+        self._stays_here = stays_here
 
     # Putting.
 
@@ -209,6 +217,28 @@ class Channel:
 
     def _ask_put(self, encoded: list[tuple[Put, Encoded]], timeout_s: float | None, *, wait: bool) -> Asked:
         connection = self._connect(self.host)
+        references: list[Reference] = []
+        packed: list[bytes | comm_pb2.Block]
+        if self._stays_here(self.name, self.host):
+            references = [Reference(put.item) for put, _ in encoded]
+            packed = [reference.block for reference in references]
+        else:
+            packed = self._pack(connection, encoded, timeout_s)
+        request = comm_pb2.ChannelRequest()
+        request.put.wait = wait
+        items, puts = request.put.items, [put for put, _ in encoded]
+        items.ids.extend(column([put.id for put in puts], ""))
+        items.keys.extend(column([put.key for put in puts], ""))
+        items.weights.extend(column([float(put.weight) for put in puts], 0.0))
+        items.tombstones.extend(column([put.tombstone for put in puts], ""))
+        items.iterations.extend(column([put.iteration for put in puts], 0))
+        add_payloads(items, packed)
+        request.channel = self.name
+        return Asked(self.name, connection, request, puts[0].key if len(puts) == 1 else None, None, references)
+
+    def _pack(
+        self, connection: Connection, encoded: list[tuple[Put, Encoded]], timeout_s: float | None
+    ) -> list[bytes | comm_pb2.Block]:
         since = time.monotonic()
         packed: list[bytes | comm_pb2.Block] = []
         try:
@@ -221,16 +251,7 @@ class Channel:
                 elapsed_s = time.monotonic() - since
                 raise TimeoutError_(channel=self.name, key=None, peer=peer, elapsed_s=elapsed_s) from error
             raise
-        request = comm_pb2.ChannelRequest()
-        request.put.wait = wait
-        items, puts = request.put.items, [put for put, _ in encoded]
-        items.ids.extend(column([put.id for put in puts], ""))
-        items.keys.extend(column([put.key for put in puts], ""))
-        items.weights.extend(column([float(put.weight) for put in puts], 0.0))
-        items.tombstones.extend(column([put.tombstone for put in puts], ""))
-        items.iterations.extend(column([put.iteration for put in puts], 0))
-        add_payloads(items, packed)
-        return self._ask(request, puts[0].key if len(puts) == 1 else None)
+        return packed
 
     def _end_leases(self, leases: Lease | Iterable[Lease], *, give_back: bool) -> None:
         ended = [leases] if isinstance(leases, Lease) else leases

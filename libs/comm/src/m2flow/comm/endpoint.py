@@ -49,9 +49,9 @@ class Endpoint:
     `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
     run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way;
     `connect_timeout_s` is how long a peer, a service or a channel may take to appear; `tls` secures what crosses hosts.
-    With `by_reference` a message to an endpoint in this same process is the object itself. With `allow_pickle` what a
-    peer on this host sent as `Pickled` is unpickled here, which lets it run anything. Create it after forking, never
-    before.
+    With `by_reference` a message to an endpoint in this same process is the object itself, and so is an item of a
+    channel whose host and consumers are all in it. With `allow_pickle` what a peer on this host sent as `Pickled` is
+    unpickled here, which lets it run anything. Create it after forking, never before.
 
     Raises ValueError for a name or a directory that will not do, CommError where a living endpoint has the name.
     """
@@ -84,6 +84,7 @@ class Endpoint:
         )
         self._calls = CallServer(self._executor, Parking(self._fabric.loop, connect_timeout_s))
         self._host = ChannelHost(Parking(self._fabric.loop, connect_timeout_s))
+        self._fabric.consumers_of = self._host.consumers_of
         self._weights = WeightStore(self._fabric.pool)
         self._reader = WeightReader()
         self._calls.add(SERVICE, self._weights.handle)
@@ -215,8 +216,8 @@ class Endpoint:
         Within one process the tree itself is handed over: the sender must not change it afterwards. The future fails
         with PeerLostError; PayloadError is raised at once for what cannot be encoded.
         """
-        local = self._fabric.in_this_process(peer) if self._by_reference else None
-        if local is not None:
+        local = self._fabric.in_this_process(peer)
+        if local is not None and self._by_reference:
             return local.mailbox.deliver(self.name, tag, tree)
         return self.request_async(peer, _MAIL, tag, tree)
 
@@ -278,7 +279,8 @@ class Endpoint:
 
     def channel(self, name: str, *, host: str) -> Channel:
         """Returns a client of a channel that the endpoint `host` hosts. Does not block, nor check that it does."""
-        return Channel(name, host, self._fabric.connection)
+        stays_here = self._fabric.stays_here if self._by_reference else _never
+        return Channel(name, host, self._fabric.connection, stays_here)
 
     def _on_io_thread(self, call: Callable[[], _T]) -> _T:
         if self._fabric.loop.is_io_thread():
@@ -351,6 +353,10 @@ class Endpoint:
             delta=delta,
         )
 
+    def hands_over_to(self, peer: str) -> bool:
+        """Says whether a peer is in this process and is handed the objects themselves. Does not block."""
+        return self._by_reference and self._fabric.in_this_process(peer) is not None
+
     def shares_memory_with(self, peer: str) -> bool:
         """Says whether a peer is reached on this host, so that it can map what is written here."""
         return self._fabric.connection(peer).link.passes_fds
@@ -364,6 +370,11 @@ class Endpoint:
         self._fabric.close()
         self._executor.close()
         self._weights.close()
+
+
+def _never(channel: str, host: str) -> bool:
+    """Where nothing is handed over by reference, every item leaves the process."""
+    return False
 
 
 def _discard(connection: Connection, done: "Future[bytes]") -> None:

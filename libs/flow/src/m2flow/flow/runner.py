@@ -20,7 +20,7 @@ from m2flow.flow._spans import Recorder
 from m2flow.flow._unit import Unit
 from m2flow.flow._weights import Publication, Reception
 from m2flow.flow.errors import RunStopped
-from m2flow.flow.microflow import MicroFlow, MicroStage
+from m2flow.flow.microflow import MicroFlow, MicroStage, unpack
 from m2flow.proto.flow.v1 import flow_pb2 as pb
 from m2flow.worker import Item, Worker, WorkerContext
 
@@ -42,24 +42,27 @@ class RankRunner:
         self._begun: dict[int, dict[str, Future[Counter[str]]]] = {}
         self._fresh = True
 
-    def begin(self, iteration: int, flow: MicroFlow) -> None:
-        """Starts an iteration: each stage follows its own previous one. Blocks only in a rank that was restarted.
+    def begin(self, iteration: int, packed: bytes) -> None:
+        """Starts an iteration of a packed flow: each stage follows its own previous one.
+
+        Blocks only in a rank that was restarted.
 
         Such a rank first catches up with where the one before it was, whichever call reaches it first.
         """
         if iteration in self._begun:
             return
+        flow = unpack(packed)
         if self._fresh and self._unit.context.attempt:
             self._catch_up(iteration, flow)
         self._fresh = False
         self._begun[iteration] = {name: self._lane(name).submit(job) for name, job in self._jobs(iteration, flow)}
 
-    def finish(self, iteration: int, flow: MicroFlow) -> dict[str, Any]:
+    def finish(self, iteration: int, packed: bytes) -> dict[str, Any]:
         """Waits for the end of an iteration here; returns its spans and what was lost. Raises what a stage raised.
 
         A rank that was restarted may not have begun the iteration: it does now.
         """
-        self.begin(iteration, flow)
+        self.begin(iteration, packed)
         futures = list(self._begun[iteration].values())
         wait(futures, return_when=FIRST_EXCEPTION)
         lost: Counter[str] = Counter()

@@ -60,9 +60,10 @@ class Inbox:
         iteration: int,
         *,
         rank: int,
-        quota: Callable[[Op, Counter[str]], Quota],
+        quota: Callable[[Op, Counter[str]], Quota] | None,
     ) -> None:
-        """`quota` makes the operation of a quota, which outlives the iteration and reports to the driver."""
+        """`quota` makes the operation of a quota, which outlives the iteration and reports to the driver; the sink
+        has none."""
         inbox = stage.inbox
         outside = [port for port in inbox.ports if port not in inbox.feedback]
         num_ranks = len(flow.endpoints(stage.name))

@@ -9,7 +9,7 @@ from m2flow.flow._inbox import Inbox
 from m2flow.flow._mail import inbox_channel
 from m2flow.flow._outlet import Outlet, Tally
 from m2flow.flow._pulse import Pulse
-from m2flow.flow._quota import QuotaBoard, QuotaMaker
+from m2flow.flow._quota import QuotaBoard
 from m2flow.flow.errors import RunStopped
 from m2flow.flow.microflow import DRIVER, MicroFlow, Op, pack
 from m2flow.flow.result import IterationResult
@@ -134,8 +134,7 @@ class Pending:
         if not sink.inbox.ports:
             return []
         channel = self._endpoint.channel(inbox_channel(self._flow.generation, sink.name), host=DRIVER)
-        quota = QuotaMaker(self._endpoint).for_iteration(self.iteration)
-        inbox = Inbox(self._flow, sink, channel, self.iteration, rank=0, quota=quota)
+        inbox = Inbox(self._flow, sink, channel, self.iteration, rank=0, quota=None)
         outputs: list[Item] = []
         dead: set[tuple[tuple[int, ...], str]] = set()  # one that came by several of the program's results is one
         while True:

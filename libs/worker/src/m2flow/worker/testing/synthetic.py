@@ -204,10 +204,12 @@ class SyntheticTrainer(SyntheticWorker):
         """What is published."""
         return {"weight": np.full(4, self.state["moved"] * 1e-12)}
 
-    def state_dict(self) -> dict[str, Any]:
+    def totals(self) -> dict[str, Any]:
         """All of its state."""
         return dict(self.state)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The reverse of `state_dict`."""
-        self.state = dict(state)
+    def shards(self) -> dict[str, Any]:
+        return {name: np.array(value) for name, value in self.state.items()}
+
+    def load_shards(self, shards: Mapping[str, Any]) -> None:
+        self.state |= {name: int(value) for name, value in shards.items()}

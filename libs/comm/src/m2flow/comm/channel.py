@@ -60,12 +60,18 @@ class Channel:
     """
 
     def __init__(
-        self, name: str, host: str, connect: Callable[[str], Connection], stays_here: Callable[[str, str], bool]
+        self,
+        name: str,
+        host: str,
+        connect: Callable[[str], Connection],
+        stays_here: Callable[[str, str], bool],
+        device: str | None = None,
     ) -> None:
         self.name = name
         self.host = host
         self._connect = connect
         self._stays_here = stays_here
+        self._device = device
 
     # Putting.
 
@@ -209,7 +215,7 @@ class Channel:
 
     def _ask(self, request: comm_pb2.ChannelRequest, key: str | None = None, iteration: int | None = None) -> Asked:
         request.channel = self.name
-        return Asked(self.name, self._connect(self.host), request, key, iteration)
+        return Asked(self.name, self._connect(self.host), request, key, iteration, device=self._device)
 
     def _ask_get(self, weight: float, key: str | None, iteration: int | None, at_least: float | None = None) -> Asked:
         get = comm_pb2.GetRequest(key=key, iteration=iteration, weight=weight, at_least=at_least)
@@ -234,7 +240,9 @@ class Channel:
         items.iterations.extend(column([put.iteration for put in puts], 0))
         add_payloads(items, packed)
         request.channel = self.name
-        return Asked(self.name, connection, request, puts[0].key if len(puts) == 1 else None, None, references)
+        return Asked(
+            self.name, connection, request, puts[0].key if len(puts) == 1 else None, None, references=references
+        )
 
     def _pack(
         self, connection: Connection, encoded: list[tuple[Put, Encoded]], timeout_s: float | None

@@ -277,10 +277,15 @@ class Endpoint:
         """Ends a channel hosted here and forgets it: what is queued is dropped, those waiting are told it is closed."""
         self._on_io_thread(lambda: self._host.remove(name))
 
-    def channel(self, name: str, *, host: str) -> Channel:
-        """Returns a client of a channel that the endpoint `host` hosts. Does not block, nor check that it does."""
+    def channel(self, name: str, *, host: str, device: str | None = None) -> Channel:
+        """Returns a client of a channel that the endpoint `host` hosts. Does not block, nor check that it does.
+
+        Items from a GPU wait in pinned host memory until they are taken, and are tensors there when they are read
+        unless `device`, such as "cuda:0", says where this client wants its tensors. Items that are handed over within
+        one process stay where they are.
+        """
         stays_here = self._fabric.stays_here if self._by_reference else _never
-        return Channel(name, host, self._fabric.connection, stays_here)
+        return Channel(name, host, self._fabric.connection, stays_here, device)
 
     def _on_io_thread(self, call: Callable[[], _T]) -> _T:
         if self._fabric.loop.is_io_thread():

@@ -116,6 +116,7 @@ def test_any_n_to_any_m(tmp_path: Path, num_sources: int, num_targets: int, way:
                 target.add_address(source.name, address)
         for rank, source in enumerate(sources):
             source.stage_weights("policy", 4, sharded(rank, num_sources))
+            source.offer_weights("policy", 5, sharded(rank, num_sources))
         for rank, target in enumerate(targets):
             boxes = wanted(rank, num_targets)
             names = [source.name for source in sources]
@@ -139,6 +140,11 @@ def test_any_n_to_any_m(tmp_path: Path, num_sources: int, num_targets: int, way:
             receiver.prepare(4, timeout_s=20)
             receiver.commit_into(own)
             assert all(bool((own[name] == loaded[name]).all()) for name in boxes)
+            for version in (4, 5):  # staged, and merely offered
+                streamed: dict[str, Any] = {}
+                assert receiver.stream(version, streamed.update, timeout_s=20) == receiver.version == version
+                assert streamed.keys() == loaded.keys()
+                assert all(bool((streamed[name] == loaded[name]).all()) for name in boxes)
     finally:
         for endpoint in [*targets, *sources]:
             endpoint.close()
@@ -268,6 +274,10 @@ def test_an_altered_slice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(transfer, "digest", lambda value: -1)
         with pytest.raises(PayloadError, match="'x' was altered"):
             rollout.weight_receiver("policy", sources=["t"]).prepare(1, timeout_s=10)
+        receiver = rollout.weight_receiver("policy", sources=["t"])
+        with pytest.raises(PayloadError, match="'x' was altered"):
+            receiver.stream(1, lambda bucket: None, timeout_s=10)
+        assert receiver.version is None
 
 
 def test_layout_waits_for_the_version_and_refuses_old_ones(make_endpoint: Any) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from safetensors.torch import load_file, save_file
@@ -106,13 +106,13 @@ class ActorWorker(Worker):
         self._step()
         return self._engine.named_weights()
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def shards(self) -> dict[str, Any]:
         """Parameters, optimiser and step count."""
-        return self._engine.state_dict()
+        return self._engine.shards()
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_shards(self, shards: Mapping[str, Any]) -> None:
         """Becomes what another was."""
-        self._engine.load_state_dict(state)
+        self._engine.load_shards(shards)
 
     def save_checkpoint(self, directory: str) -> None:
         """Writes what `from_pretrained` loads, and the state that `resume` reads, into an existing directory."""

@@ -323,6 +323,13 @@ class Endpoint:
         """
         return self._weights.stage(name, version, weights)
 
+    def offer_weights(self, name: str, version: int, weights: Mapping[str, Tree]) -> None:
+        """Offers a version where it is, to receivers that stream it (`WeightReceiver.stream`). Does not block.
+
+        `weights` is as in `stage_weights`, and must stay as it is until this endpoint is closed.
+        """
+        self._weights.offer(name, version, weights)
+
     def fetch_weights(
         self, source: str, name: str, version: int, *, timeout_s: float | None = None
     ) -> Mapping[str, Tree]:

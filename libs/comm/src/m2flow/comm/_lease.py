@@ -34,11 +34,24 @@ class Lease:
     process the item is the producer's own object, which for the same reason nobody may change.
     """
 
-    __slots__ = ("_data", "_item", "_unpickles", "id", "iteration", "key", "number", "producer", "tombstone", "weight")
+    __slots__ = (
+        "_data",
+        "_device",
+        "_item",
+        "_unpickles",
+        "id",
+        "iteration",
+        "key",
+        "number",
+        "producer",
+        "tombstone",
+        "weight",
+    )
 
     def __init__(
         self,
         connection: Connection,
+        device: str | None,
         id: str,
         key: str,
         weight: float,
@@ -55,6 +68,7 @@ class Lease:
         self.producer = producer
         self.tombstone = tombstone
         self.number = number
+        self._device = device
         self._unpickles = connection.unpickles
         self._data: bytes | Bytes | None = None
         self._item: Tree = None
@@ -68,7 +82,7 @@ class Lease:
         """The item's tree; None for a tombstone. Raises PayloadError where it cannot be decoded here."""
         if self._data is not None:
             if not self.tombstone:
-                self._item = decode(self._data, allow_pickle=self._unpickles)
+                self._item = decode(self._data, allow_pickle=self._unpickles, device=self._device)
             self._data = None
         return self._item
 
@@ -86,8 +100,11 @@ class Asked:
         request: comm_pb2.ChannelRequest,
         key: str | None,
         iteration: int | None,
+        *,
         references: Sequence[Reference] = (),
+        device: str | None = None,
     ) -> None:
+        self._device = device
         # Kept until the channel has answered: then it holds them.
         self._references = references
         self._channel = channel
@@ -146,7 +163,7 @@ class Asked:
             self._connection.send(Kind.CHANNEL, 0, request.SerializeToString())
 
     def _leases(self, response: comm_pb2.ChannelResponse) -> list[Lease]:
-        return [Lease(self._connection, *row) for row in rows(response.items)]
+        return [Lease(self._connection, self._device, *row) for row in rows(response.items)]
 
     def _parse(self, body: bytes) -> comm_pb2.ChannelResponse:
         response = comm_pb2.ChannelResponse.FromString(body)

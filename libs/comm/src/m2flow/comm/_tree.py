@@ -52,7 +52,10 @@ class Pickled:
 
 
 class TreeWriter:
-    """Writes a tree: `out` holds its tagged bytes, `parts` the arrays beside it, each as flat bytes in tree order."""
+    """Writes a tree: `out` holds its tagged bytes, `parts` the arrays beside it, each as flat bytes in tree order.
+
+    A part is bytes, a uint8 array or, on a GPU, a uint8 tensor, of shape [bytes].
+    """
 
     __slots__ = ("_depth", "_lift", "lifted", "out", "parts", "pickles")
 
@@ -62,7 +65,7 @@ class TreeWriter:
         # The tensors that travel by a way of their own, in order.
         self.lifted: list[Any] = []
         self.out = bytearray()
-        self.parts: list[Bytes | bytes] = []
+        self.parts: list[Any] = []
         self._depth = 0
 
     def write(self, value: Any) -> None:
@@ -79,9 +82,10 @@ class TreeWriter:
             self.out += _TAG_U32.pack(b"L", len(self.lifted))
             self.lifted.append(value)
         elif _torch.is_tensor(value):
-            code, shape, data = _torch.to_bytes(value)
-            self.out += b"T" + _ARRAY.pack(code, len(shape)) + struct.pack(f"<{len(shape)}Q", *shape)
-            self.parts.append(data)
+            code, flat = _torch.code_of(value), _torch.flat(value)
+            self.out += b"T" + _ARRAY.pack(code, value.ndim) + struct.pack(f"<{value.ndim}Q", *value.shape)
+            # From a GPU it is copied once, when it is written.
+            self.parts.append(flat if _torch.on_gpu(flat) else flat.numpy())
         elif isinstance(value, np.generic):
             self._array(b"G", np.asarray(value))
         else:
@@ -203,12 +207,19 @@ class TreeReader:
     read in line, as this is the path of every item; positions are passed along instead of kept.
     """
 
-    __slots__ = ("_data", "_depth", "_lifted", "_next_part", "_size", "_unpickles")
+    __slots__ = ("_data", "_depth", "_device", "_lifted", "_next_part", "_size", "_unpickles")
 
     def __init__(
-        self, data: bytes, next_part: Callable[[int], Bytes], *, unpickles: bool, lifted: Sequence[Any] = ()
+        self,
+        data: bytes,
+        next_part: Callable[[int], Bytes],
+        *,
+        unpickles: bool,
+        lifted: Sequence[Any] = (),
+        device: str | None = None,
     ) -> None:
         self._unpickles = unpickles
+        self._device = device
         self._lifted = lifted
         self._data = data
         self._size = len(data)
@@ -372,7 +383,8 @@ class TreeReader:
         shape, at = self._shape(at + 2, ndim)
         data = self._next_part(math.prod(shape) * item_size)
         try:
-            return _torch.from_bytes(code, shape, data if data.flags.writeable else data.copy()), at
+            tensor = _torch.from_bytes(code, shape, data if data.flags.writeable else data.copy())
+            return (tensor if self._device is None else tensor.to(self._device)), at
         except (RuntimeError, TypeError) as error:
             raise PayloadError(f"got a tensor of shape {shape}, which torch refuses: {error}") from error
 

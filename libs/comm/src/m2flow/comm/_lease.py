@@ -146,7 +146,10 @@ class Asked:
             self._connection.send(Kind.CHANNEL, 0, request.SerializeToString())
 
     def _leases(self, response: comm_pb2.ChannelResponse) -> list[Lease]:
-        return [Lease(self._connection, *row) for row in rows(response.items)]
+        if not response.HasField("items"):
+            return []
+        connection = self._connection
+        return [Lease(connection, *row) for row in rows(response.items)]
 
     def _parse(self, body: bytes) -> comm_pb2.ChannelResponse:
         response = comm_pb2.ChannelResponse.FromString(body)

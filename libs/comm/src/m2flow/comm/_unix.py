@@ -262,8 +262,8 @@ class UnixLink:
 
     def _receive(self, deal_with: OnFrame) -> None:
         """Reads once and deals with every whole frame; raises CommError where the link has ended."""
-        connected = self._socket
-        if connected is None or self._closed or not self._receiver.receive(connected):
+        connected = None if self._closed else self._socket
+        if connected is None or not self._receiver.receive(connected):
             return
         for found in self._receiver.frames(self):
             deal_with(*found)

@@ -101,7 +101,7 @@ def decode(data: bytes | Bytes, *, max_size_bytes: int = MAX_PAYLOAD_BYTES, allo
     size = len(data)
     if not _HEADER_BYTES <= size <= max_size_bytes:
         raise PayloadError(f"got a payload of {size} bytes, want {_HEADER_BYTES} to {max_size_bytes}")
-    view = memoryview(data) if isinstance(data, bytes) else data.data
+    view = data if isinstance(data, bytes) else data.data
     magic, layout, tree_bytes, total, check = _HEADER.unpack_from(view)
     if magic != _MAGIC or layout not in (_LAYOUT, _LAYOUT_WITH_PICKLE):
         wanted = f"{_MAGIC:#x} layout {_LAYOUT}"

@@ -10,7 +10,7 @@ from scripted import ScriptedRollout
 from m2flow.agentic.app import APP
 from m2flow.apps.config import load_config
 from m2flow.apps.planning import fixed_plan
-from m2flow.apps.training import local_cluster, traced
+from m2flow.apps.training import cluster_of, traced
 from m2flow.flow import IterationResult, Runtime
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.worker import Item, launch_run
@@ -32,7 +32,7 @@ def run(model: Path, run_dir: Path, plan: str, numbers: list[tuple[int, int, int
     job = APP.build(config, model, None)
     rollout = ScriptedRollout.group(job.groups["rollout"].config, name="rollout", devices_per_rank=None)
     job = replace(job, groups={**job.groups, "rollout": rollout})
-    graph, cluster = traced(job, config, name="agentic"), local_cluster(config)
+    graph, cluster = traced(job, config, name="agentic"), cluster_of(config)
     fields = [{"prompt": f"({a}+{b})*{c}", "answer": str((a + b) * c)} for a, b, c in numbers]
     with (
         launch_run(cluster, launcher="process", run_dir=run_dir) as session,

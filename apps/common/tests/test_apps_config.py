@@ -42,7 +42,10 @@ def test_an_unknown_key_names_the_nearest_known_one(override: str, nearest: str)
         ("num_steps=0", "num_steps: got 0, want at least 1: raise it"),
         ("optimiser.lr=0", "optimiser.lr: got 0.0, want more than 0: raise it"),
         ("optimiser.betas=[0.9]", "optimiser.betas: got 1 entries, want 2: write it as a list of 2"),
-        ("launcher=ray", "launcher: got 'ray' (str), want one of process, inproc: write for example launcher=process"),
+        (
+            "launcher=slurm",
+            "launcher: got 'slurm' (str), want one of process, inproc, ray: write for example launcher=process",
+        ),
         ("cpu_slots=few", "cpu_slots: got 'few' (str), want a whole number or one of all"),
         ("optimiser=3", "optimiser: got 3 (int), want a section: set its keys one by one (lr, betas,"),
         ("num_steps", "override 'num_steps': got no key=value, want a.b=c"),

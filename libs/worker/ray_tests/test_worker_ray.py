@@ -9,7 +9,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster as RayCluster
 
-from m2flow.worker import Cluster, LaunchError, Session, WorkerFailed, launch_run
+from m2flow.worker import Cluster, LaunchError, Session, WorkerFailed, find_cluster, launch_run
 from m2flow.worker.launchers import ray as launcher
 from m2flow.worker.launchers.ray import ray_cluster
 from m2flow.worker.testing import Probe
@@ -42,6 +42,12 @@ def test_the_devices_of_all_nodes_are_found() -> None:
     assert cluster.nodes == ("node0", "node1")
     # As many cores as Ray was told of, not as many as the machine has.
     assert [device.node for device in cluster.devices if device.kind == "cpu"] == ["node0", "node1"]
+
+
+def test_as_many_cores_are_taken_as_are_asked_for() -> None:
+    assert [(one.node, one.kind) for one in find_cluster("ray", 1).devices if one.kind == "cpu"] == [("node0", "cpu")]
+    with pytest.raises(ValueError, match="cpu_slots: got 3, want 0 to 2, the cores that Ray has: lower it"):
+        find_cluster("ray", 3)
 
 
 def test_a_run_claims_its_cores_from_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def run_problems(config: TrainingConfig, *, resuming: bool) -> list[str]:
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             problems.append(f"{name}: {parent} cannot be written to, want a writable directory: choose another {name}")
     cores = len(os.sched_getaffinity(0))
-    if config.cpu_slots != "all" and config.cpu_slots > cores:
+    if config.launcher != "ray" and config.cpu_slots != "all" and config.cpu_slots > cores:
         problems.append(f"cpu_slots: got {config.cpu_slots}, want at most {cores}, the cores at hand: lower it")
     return problems
 

@@ -27,7 +27,7 @@ from m2flow.apps.progress import Progress
 from m2flow.apps.report import write_report
 from m2flow.apps.run_directory import RunDirectory
 from m2flow.apps.settings import find_checkpoint, newest_checkpoint, refuse_idle_resume, resolve_config
-from m2flow.apps.training import Driver, local_cluster, traced
+from m2flow.apps.training import Driver, cluster_of, traced
 from m2flow.apps.yaml_tree import dump_yaml
 from m2flow.flow import Graph
 from m2flow.proto.sched.v1 import sched_pb2
@@ -71,7 +71,7 @@ def evaluate(app: App[C], arguments: argparse.Namespace) -> int:
     if checkpoint is None:
         checks.append(lambda: app.model_problems(config))
     _refuse(collect(checks))
-    job, cluster = app.build(config, checkpoint or app.prepare(config), None), local_cluster(config)
+    job, cluster = app.build(config, checkpoint or app.prepare(config), None), cluster_of(config)
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="m2flow-"))
         session = stack.enter_context(launch_run(cluster, launcher=config.launcher, run_dir=Path(scratch)))
@@ -134,7 +134,7 @@ def _drive(app: App[C], config: C, run: RunDirectory, *, weights: Path, resume: 
         progress.say(f"run directory: {run.path}")
         for name, value in _numbers(config).items():
             progress.say(f"  {name:<26}{value}")
-        graph, cluster = traced(job, config, name=app.name), local_cluster(config)
+        graph, cluster = traced(job, config, name=app.name), cluster_of(config)
         store = ProfileStore(config.run.profiles)
         forecast = Forecast(graph, cluster_spec(cluster), store.find(_empty_profile(app, config)))
         planning = _planning(config, graph, cluster, forecast, run, progress, resuming=resume is not None)
@@ -146,9 +146,10 @@ def _drive(app: App[C], config: C, run: RunDirectory, *, weights: Path, resume: 
 def _plan_request(app: App[C], config: C, arguments: argparse.Namespace) -> tuple[sched_pb2.PlanRequest, Path | None]:
     """What is asked of the scheduler, and the file that its profile is from."""
     graph = _graph(app, config)
-    cluster = cluster_spec(local_cluster(config))
     if arguments.cluster:
         cluster = read_message(arguments.cluster, sched_pb2.ClusterSpec)
+    else:
+        cluster = cluster_spec(cluster_of(config))
     store = ProfileStore(config.run.profiles)
     profile = store.find(_empty_profile(app, config))
     origin = store.path(profile)
@@ -174,7 +175,7 @@ def _graph(app: App[C], config: C) -> Graph:
 def _problems(app: App[C], config: C, *, resuming: bool) -> list[str]:
     def plan_problems() -> list[str]:
         mode = "temporal" if config.plan == "auto" else config.plan
-        fixed_plan(mode, _graph(app, config), local_cluster(config))
+        fixed_plan(mode, _graph(app, config), cluster_of(config))
         return []
 
     checks = [

@@ -73,7 +73,9 @@ class TrainingConfig:
     plan: str = setting("auto", "auto, temporal, spatial, hybrid, or a plan file (json or yaml)")
     profile_iterations: int = setting(1, "plan=auto: iterations measured under each probed plan, warm-up apart", low=1)
     cpu_slots: int | Literal["all"] = setting("all", "cores to use, one device each", low=1)
-    launcher: Literal["process", "inproc"] = setting("process", "inproc runs the workers as threads, for a debugger")
+    launcher: Literal["process", "inproc", "ray"] = setting(
+        "process", "inproc: workers are threads, for a debugger; ray: on all nodes of the Ray cluster at RAY_ADDRESS"
+    )
     optimiser: OptimiserConfig = OptimiserConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

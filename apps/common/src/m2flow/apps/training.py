@@ -23,9 +23,9 @@ from m2flow.apps.stage_times import stage_seconds
 from m2flow.apps.timeline_file import write_timeline
 from m2flow.apps.worker_logs import WorkerLogs
 from m2flow.flow import Graph, IterationResult, Runtime, account, account_table, trace
-from m2flow.worker import Cluster, Session, launch_run
+from m2flow.worker import Cluster, LaunchError, Session, find_cluster, launch_run
 
-__all__ = ["Driver", "local_cluster", "traced"]
+__all__ = ["Driver", "cluster_of", "traced"]
 
 
 def traced(job: Job, config: TrainingConfig, *, name: str) -> Graph:
@@ -33,14 +33,15 @@ def traced(job: Job, config: TrainingConfig, *, name: str) -> Graph:
     return trace(job.program, job.groups, source_items=config.source_items, name=name, expansions=job.expansions)
 
 
-def local_cluster(config: TrainingConfig) -> Cluster:
-    """Returns the devices of this machine that the config asks for, and the app's own resources.
+def cluster_of(config: TrainingConfig) -> Cluster:
+    """Returns the devices that the config asks for, and the app's own resources.
 
-    Raises CheckFailed on more slots than cores.
+    They are this machine's, or with launcher=ray those of the Ray cluster at hand, which is found or started. Raises
+    CheckFailed on more slots than cores, and where Ray is not there.
     """
     try:
-        cluster = Cluster.local(None if config.cpu_slots == "all" else config.cpu_slots)
-    except ValueError as error:
+        cluster = find_cluster(config.launcher, None if config.cpu_slots == "all" else config.cpu_slots)
+    except (ValueError, LaunchError) as error:
         raise CheckFailed([str(error)]) from None
     for kind, count in config.resources.items():
         cluster = cluster.with_resource(kind, count=count)

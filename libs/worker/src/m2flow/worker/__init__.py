@@ -19,7 +19,7 @@ from m2flow.worker.errors import (
 )
 from m2flow.worker.group import AttachedGroup, WorkerGroup
 from m2flow.worker.item import Group, Item
-from m2flow.worker.launch import AgentAddress, launch, launch_run
+from m2flow.worker.launch import AgentAddress, find_cluster, launch, launch_run
 from m2flow.worker.lock import LockStats
 from m2flow.worker.placement import Placement, parse_placement
 from m2flow.worker.residency import claim_memory
@@ -59,6 +59,7 @@ __all__ = [
     "WorkerFailed",
     "WorkerGroup",
     "claim_memory",
+    "find_cluster",
     "launch",
     "launch_run",
     "parse_placement",

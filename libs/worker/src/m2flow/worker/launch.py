@@ -13,6 +13,7 @@ from pathlib import Path
 
 from m2flow.comm import Endpoint
 from m2flow.worker.cluster import Cluster
+from m2flow.worker.errors import LaunchError
 from m2flow.worker.group import WorkerGroup
 from m2flow.worker.placement import Placement
 from m2flow.worker.session import LogSink, Session
@@ -30,6 +31,7 @@ LAUNCHERS: Mapping[str, str] = {
 It is given the devices of each node that it is to start on, and gives a link to each.
 """
 
+_RAY_CLUSTER = "m2flow.worker.launchers.ray:ray_cluster"
 _PREFIX = "m2flow-"
 _JOIN = "m2flow.worker.launchers._link:GrpcLink"
 
@@ -40,6 +42,21 @@ class AgentAddress:
 
     address: str
     token: str
+
+
+def find_cluster(launcher: str, cpu_slots: int | None = None) -> Cluster:
+    """The devices that a launcher can start on: this machine's, as `Cluster.local` gives them, or those of Ray's nodes.
+
+    Of Ray's cores, a slot each, `cpu_slots` are taken, of the first nodes. Finding Ray, or starting it, blocks; see
+    `ray_cluster`. Raises ValueError on more slots than cores, LaunchError where Ray cannot be found.
+    """
+    if launcher != "ray":
+        return Cluster.local(cpu_slots)
+    try:
+        found: Cluster = resolve_target(_RAY_CLUSTER)(cpu_slots)
+    except ModuleNotFoundError as missing:
+        raise LaunchError(f"ray: {missing}: pip install 'm2flow-worker[ray]'") from missing
+    return found
 
 
 def launch_run(

@@ -6,9 +6,12 @@ each other through shared memory. The actor claims from Ray what the run's clust
 of its slots and a GPU for each CUDA device, so that nothing else that Ray starts is given them.
 """
 
+import logging
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -103,10 +106,13 @@ class RayLink:
         ray.kill(self._actor)
 
 
-def ray_cluster() -> Cluster:
+def ray_cluster(cpu_slots: int | None = None) -> Cluster:
     """The devices that Ray has to give, of all its living nodes, named node0, node1 ... in the order of their ids.
 
-    A "cpu" slot is one core. Blocks; raises LaunchError where Ray is not initialised, or its GPUs are in use.
+    A "cpu" slot is one core; `cpu_slots` takes so many of them, of the first nodes. Where the program has not called
+    `ray.init`, Ray is found or started as that does: the one at RAY_ADDRESS, or one of this machine that runs, or one
+    of its own that ends with this process. Blocks; raises LaunchError where there is none at the address, or its GPUs
+    are in use, ValueError on more slots than cores.
     """
     nodes = _nodes()
     # Without a claim Ray hides the GPUs.
@@ -118,7 +124,13 @@ def ray_cluster() -> Cluster:
     finally:
         for actor in actors:
             ray.kill(actor)
-    return Cluster.from_nodes({f"node{number}": devices for number, devices in enumerate(found)})
+    cluster = Cluster.from_nodes({f"node{number}": devices for number, devices in enumerate(found)})
+    if cpu_slots is None:
+        return cluster
+    cores = [one.id for one in cluster.devices if one.kind == "cpu"]
+    if not 0 <= cpu_slots <= len(cores):
+        raise ValueError(f"cpu_slots: got {cpu_slots}, want 0 to {len(cores)}, the cores that Ray has: lower it")
+    return Cluster.of([one for one in cluster.devices if one.id not in cores[cpu_slots:]])
 
 
 def connect(nodes: Mapping[str, Sequence[Device]], wiring: Wiring) -> Mapping[str, Link]:
@@ -178,11 +190,21 @@ def _answers(asked: Sequence[Any]) -> list[Any]:
 def _nodes() -> dict[str, Mapping[str, float]]:
     """What each living node of Ray was declared to have, by its id, in their order."""
     if not ray.is_initialized():
-        raise LaunchError(
-            'ray: it is not initialised: call ray.init(address=...) first, "local" for a cluster of its own'
-        )
+        _initialise()
     alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     return dict(sorted(alive.items()))
+
+
+def _initialise() -> None:
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as failure:
+        raise LaunchError(f"ray: {failure}") from failure
+    finally:
+        # Ray takes SIGTERM for itself, which is the program's.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_terminate)
 
 
 def _actor(node: str, *, num_cpus: int = 0, num_gpus: int = 0) -> Any:

@@ -77,6 +77,20 @@ def test_a_wrong_token_is_refused_and_logged(hosts: Pair, tmp_path: Path, caplog
     assert b.name == "b"
 
 
+@pytest.mark.parametrize("metadata", [(), (("m2flow-token", "other"),)], ids=["none", "another"])
+def test_every_call_without_the_token_is_refused_and_logged(
+    hosts: Pair, metadata: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = hosts
+    with grpc.insecure_channel(a._fabric._addresses["b"]) as channel:
+        call = channel.stream_stream(METHOD)(iter([b"\x0a\x00"]), metadata=metadata, timeout=5)
+        with pytest.raises(grpc.RpcError, match="token is not this run's"):
+            list(call)
+    assert call.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "refused a gRPC call" in caplog.text
+    assert b.name == "b"
+
+
 @pytest.mark.parametrize("message", [b"", b"GET / HTTP/1.1", b"\x0a\x05hello", b"\x0a\xff\xff\xff\xff\xff"])
 def test_strangers_with_the_token_harm_nobody(hosts: Pair, message: bytes) -> None:
     a, b = hosts

@@ -1,5 +1,6 @@
 """Weights from n ranks to m, cut in any way at both ends: every element arrives once, checked, at the safe point."""
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,64 @@ def test_a_failure_before_commit_leaves_the_old_version_and_one_during_it_none(m
     assert loaded["x"].max() == loaded["x"].min() == 2
     with pytest.raises(CommError, match="nothing is prepared"):
         receiver.commit(loaded.update)
+
+
+def test_a_commit_makes_two_buckets_at_most(make_endpoint: Any) -> None:
+    bucket = 1 << 20
+    sources = [make_endpoint(f"t{rank}") for rank in range(2)]
+    rollout = make_endpoint("rollout")
+    for rank, source in enumerate(sources):
+        halves = {f"w{index}": Shard(np.ones((128, 256)), (128 * rank, 0), (256, 256)) for index in range(32)}
+        source.stage_weights("policy", 1, halves)
+    receiver = rollout.weight_receiver("policy", sources=["t0", "t1"], bucket_bytes=bucket)
+    receiver.prepare(1, timeout_s=10)
+    tracemalloc.start()
+    try:
+        receiver.commit(lambda loaded: None)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert bucket < peak < 2.2 * bucket
+    # On the host: the staged shards, once, whoever reads them.
+    assert sum(source._fabric.pool.size_bytes for source in sources) < 1.3 * 32 * 256 * 256 * 8
+
+
+ROLLOUT = """
+    receiver = endpoint.weight_receiver("policy", sources=["trainer"], bucket_bytes=1)
+    say(receiver.version)
+    def load(bucket):
+        if sys.stdin.readline() != "go\\n":
+            say("loading " + ",".join(bucket))
+            time.sleep(60)
+        loaded.update(bucket)
+    loaded = {}
+    say(receiver.prepare(1, timeout_s=20).version)
+    say(receiver.commit(load))
+    say(sorted((name, int(value.sum())) for name, value in loaded.items()))
+"""
+
+
+@pytest.mark.medium
+def test_a_rank_killed_while_it_commits_serves_nothing_until_it_has_loaded_the_stage(
+    make_endpoint: Any, peer: Any
+) -> None:
+    trainer = make_endpoint("trainer")
+    trainer.stage_weights("policy", 1, {name: np.ones(100_000) for name in "ab"})
+
+    def told(process: Any, *lines: str) -> None:
+        for line in lines:
+            process.process.stdin.write(f"{line}\n")
+            process.process.stdin.flush()
+
+    victim = peer("rollout", ROLLOUT)
+    assert (victim.line(), victim.line()) == ("None", "1")
+    told(victim, "go", "stop")
+    assert victim.line() == "loading b"
+    victim.kill()
+    again = peer("rollout", ROLLOUT)
+    assert (again.line(), again.line()) == ("None", "1")
+    told(again, "go", "go")
+    assert (again.line(), again.line()) == ("1", "[('a', 100000), ('b', 100000)]")
 
 
 def test_a_target_of_another_shape_is_refused(make_endpoint: Any) -> None:

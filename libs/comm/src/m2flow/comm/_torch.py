@@ -69,6 +69,27 @@ def flat(tensor: Any) -> Any:
     return dense.reshape(-1).view(torch.uint8) if dense.numel() else dense.new_empty(0, dtype=torch.uint8)
 
 
+def on_gpu(flat: Any) -> bool:
+    """Says whether a tensor lies where only a copy brings it to the host."""
+    return bool(flat.device.type != "cpu")
+
+
+def copy_into(flat: Any, target: npt.NDArray[np.uint8]) -> None:
+    """Copies a uint8 tensor of shape [bytes], from wherever it lies, to host memory. Blocks until it is there."""
+    importlib.import_module("torch").from_numpy(target).copy_(flat)
+
+
+def pin(data: npt.NDArray[np.uint8]) -> bool:
+    """Pins host memory, so that a GPU reads and writes it at full speed; says whether CUDA did."""
+    cudart = importlib.import_module("torch").cuda.cudart()
+    return int(cudart.cudaHostRegister(data.ctypes.data, data.size, 0)) == 0
+
+
+def unpin(data: npt.NDArray[np.uint8]) -> None:
+    """Ends what `pin` did, before the memory is unmapped."""
+    importlib.import_module("torch").cuda.cudart().cudaHostUnregister(data.ctypes.data)
+
+
 def to_bytes(tensor: Any) -> tuple[int, tuple[int, ...], npt.NDArray[np.uint8]]:
     """Returns a tensor's dtype code, shape and elements as bytes; a view where the tensor is contiguous on the CPU.
 

@@ -121,7 +121,8 @@ class WeightReceiver:
         """Loads the prepared version, bucket by bucket, and serves it; returns it. Blocks while `load` runs.
 
         A part that one source holds as it is wanted is given in place, for reading only; others are put together, at
-        most a bucket of them at a time. When `load` raises, nothing is served until a commit succeeds.
+        most a bucket of them at a time. When `load` raises, nothing is served until a commit succeeds. Raises CommError
+        where nothing is prepared.
         """
         version, parts = self._begin()
         for bucket in self._buckets(parts):
@@ -129,7 +130,10 @@ class WeightReceiver:
         return self._end(version)
 
     def commit_into(self, targets: Mapping[str, Tree]) -> int:
-        """Like `commit`, copying every element once, straight into arrays or tensors of the wanted shapes."""
+        """Like `commit`, copying every element once, straight into arrays or tensors of the wanted shapes.
+
+        Raises ValueError for a target of another shape, CommError where nothing is prepared. Blocks for the copy.
+        """
         version, parts = self._begin()
         for name, part in parts.items():
             target = targets[name]

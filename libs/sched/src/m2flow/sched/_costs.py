@@ -145,10 +145,9 @@ def build_costs(workflow: Workflow, profile: sched_pb2.Profile, kinds: Mapping[s
 def _alone(
     stage: str, samples: list[sched_pb2.Sample], layout: tuple[int, int], notes: list[str]
 ) -> list[sched_pb2.Sample]:
-    """The samples that tell what the stage takes alone, in the order in which they were taken.
+    """The samples as if all had been taken alone, in order: those beside others without what these slow the stage by.
 
-    One that was taken beside others takes no less than alone. It counts where there are none alone, and, on a device
-    count without any, where it is faster than the others lead to expect.
+    None is left out: calls with little to do are beside others more often than not.
     """
     alone = [sample for sample in samples if not sample.beside]
     if len(alone) == len(samples):
@@ -156,16 +155,14 @@ def _alone(
     if not alone:
         notes.append(f"{stage}: only measured beside other stages; taken as its time alone")
         return samples
-    curve, measured = fit_stage(alone, layout=layout), {sample.devices for sample in alone}
-    return [
-        sample
-        for sample in samples
-        if not sample.beside or (sample.devices not in measured and sample.seconds < _seconds(curve, sample))
-    ]
-
-
-def _seconds(curve: StageCost, sample: sched_pb2.Sample) -> float:
-    return float(curve.seconds(curve.items_like(sample), np.array([float(sample.devices)]))[0])
+    factors = fit_corun(samples, {stage: fit_stage(alone, layout=layout)})
+    found = []
+    for sample in samples:
+        changed = sched_pb2.Sample()
+        changed.CopyFrom(sample)
+        changed.seconds /= factors.get((stage, frozenset(sample.beside)), 1.0)
+        found.append(changed)
+    return found
 
 
 def _stage(

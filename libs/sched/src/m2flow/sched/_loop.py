@@ -1,10 +1,10 @@
 """A feedback loop on a clock, as the runtime runs it: no batch waits for its slowest item.
 
 Every rank of a part takes what has come to it, up to its share, and sends items on as they finish; items keep to their
-ranks, and only so many are in the loop at once: the others enter as some leave. An item is on its way for half a
-hand-off; the rank that gave it needs a whole one, in which it puts its outputs and asks for more, before it begins
-again or lets others in. Ranks on common devices take turns: a rank comes to its devices with work in hand, and leaves
-them, each time with its onload and its offload, when nothing more has come.
+ranks, and only so many are in the loop at once: the others enter as some leave. After a call a rank needs a hand-off
+until it begins again or lets others in: it puts its outputs and asks for more; its last items arrive in the middle of
+that. Ranks on common devices take turns: a rank comes to its devices with work in hand, and leaves them, each time with
+its onload and its offload, when nothing more has come.
 """
 
 import heapq
@@ -128,7 +128,7 @@ class _Loop:
                 if not head.outside:
                     return
                 unit = head.outside.popleft()
-        self._at(self._now + self._parts[following].hand_off_s / 2, partial(self._arrive, unit, following))
+        self._at(self._now + self._parts[part].hand_off_s / 2, partial(self._arrive, unit, following))
 
     def _arrive(self, unit: int, part: int) -> None:
         rank = self._ranks[part][unit % len(self._ranks[part])]

@@ -22,7 +22,7 @@ from m2flow.worker._known import KnownRank
 from m2flow.worker._meeting import MeetingServer
 from m2flow.worker._verdict import Verdict
 from m2flow.worker._wire import device_to_proto, failure_from_proto, failure_report, group_key, group_of
-from m2flow.worker.call import CallHandle, Outcome
+from m2flow.worker.call import CallHandle
 from m2flow.worker.cluster import Cluster
 from m2flow.worker.device import Device
 from m2flow.worker.errors import CallTimeout, LaunchError, PlacementError, SessionClosedError, WorkerFailed
@@ -300,11 +300,12 @@ class Session:
 
     def _send(self, request: pb.SessionRequest, group: str, ranks: Sequence[int]) -> None:
         by_link: dict[Link, list[int]] = {}
+        now_s = time.monotonic()
         with self._mutex:
             self._group(group)  # It may have been stopped since it was called.
             for rank in ranks:
                 known = self._ranks[group, rank]
-                known.ask(request)
+                known.ask(request, now_s)
                 if not known.restarting:
                     by_link.setdefault(known.link, []).append(rank)
         for link, its_ranks in by_link.items():
@@ -332,8 +333,7 @@ class Session:
         kind = response.WhichOneof("kind")
         self.watchdog.stir()
         if kind == "results":
-            for result in response.results.results:
-                self._on_result(result)
+            self._on_results(response.results.results)
         elif kind == "started":
             self._on_started((response.started.group, response.started.rank), response.started)
         elif kind == "log":
@@ -343,18 +343,22 @@ class Session:
         elif kind == "stopped":
             self._on_stopped((response.stopped.group, response.stopped.rank))
 
-    def _on_result(self, result: pb.CallResult) -> None:
+    def _on_results(self, results: Sequence[pb.CallResult]) -> None:
         with self._mutex:
-            group, handle = self._handles.get(result.call_id, ("", None))
-            if handle is None:
-                return  # It was given up, or the run has failed.
-            known = self._ranks.get((group, result.rank))
-            if known is not None:  # Its group may have been stopped since.
-                known.answered(result.call_id)
-                known.num_failures = 0
-        if handle.answer(result.rank, Outcome(result.value, result.seconds, dict(result.timers))):
-            with self._mutex:
-                self._handles.pop(result.call_id, None)
+            heard = [(handle, result) for result in results if (handle := self._noted(result)) is not None]
+        for handle, result in heard:
+            if handle.answer(result):
+                with self._mutex:
+                    self._handles.pop(result.call_id, None)
+
+    def _noted(self, result: pb.CallResult) -> CallHandle | None:
+        """Whose answer it is; None where the call was given up, or the run has failed."""
+        group, handle = self._handles.get(result.call_id, ("", None))
+        known = self._ranks.get((group, result.rank))
+        if known is not None:  # Its group may have been stopped since.
+            known.answered(result.call_id)
+            known.num_failures = 0
+        return handle
 
     def _on_started(self, key: RankKey, started: pb.Started) -> None:
         with self._mutex:
@@ -370,7 +374,7 @@ class Session:
                 for request in known.to_repeat():
                     known.link.send(_for_ranks(request, [key[1]]))
         if handle is not None:
-            handle.answer(key[1], Outcome(b"", 0.0))
+            handle.answer(pb.CallResult(rank=key[1]))
 
     def _introduce(self, key: RankKey, known: KnownRank, address: str) -> None:
         """Tells a rank where those on other machines are, and those where it is."""

@@ -23,17 +23,17 @@ class Giver:
         self._name = f"{context.group}.{context.rank}-{number}"
         self._endpoint: Endpoint | None = None
 
-    def give(self) -> str:
-        """Takes the worker off its devices, offers its state under another name, which it returns, and frees its own.
+    def give(self) -> tuple[str, str]:
+        """Takes the worker off its devices, offers its state under another name, and frees its own.
 
-        Blocks for the worker's present call, then for the copy.
+        Returns that name, and where other machines reach it. Blocks for the worker's present call, then for the copy.
         """
         with self._context.turn:
             self._worker.offload()
             self._endpoint = self._context.open_endpoint(self._name)
             self._endpoint.stage_weights(_NAME, _VERSION, self._worker.shards())
         self._context.endpoint.close()
-        return self._name
+        return self._name, self._endpoint.listen(f"{self._context.host}:0") if self._context.host else ""
 
     def leave(self) -> None:
         """Withdraws the state."""

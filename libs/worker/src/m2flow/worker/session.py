@@ -122,13 +122,12 @@ class Session:
         `start_all` does, where the group is lost.
         """
         placed = self._placed(group.spec, placement)
-        hosts = {self._links[self.cluster.devices[number].node].host for number in placed.device_ids}
-        if len(hosts | {self._ranks[group.key, rank].link.host for rank in group.ranks}) > 1:
-            raise PlacementError(
-                f"group {group.name}: a group is re-placed within one machine, not from one to another"
-            )
         estate = group.attach("estate", GIVER, next(self._ids))
-        sources = estate.give().result()
+        sources = dict(estate.give().result())
+        with self._mutex:
+            for rank, (name, address) in zip(group.ranks, sources.items(), strict=True):
+                if address:
+                    self._addresses.enter(name, self._ranks[group.key, rank].link.host, address)
         for rank in group.ranks:
             self.residency.release(f"{group.name}.{rank}")
         with self._mutex:
@@ -136,8 +135,10 @@ class Session:
         key = group_key(group.name, next(self._ids))
         self._await_start([self._begin(group.spec, placed, key)], timeout_s)
         heirs = self.groups[group.name]
-        heirs.attach("inheritance", TAKER, sources).take().wait()
+        heirs.attach("inheritance", TAKER, list(sources)).take().wait()
         estate.leave().wait()
+        for name in sources:
+            self._addresses.forget(name)
         self.stop(group)
         return heirs
 
@@ -383,8 +384,10 @@ class Session:
         there = pb.Peers(group=key[0], ranks=[key[1]], addresses=self._addresses.elsewhere(host))
         known.link.send(pb.SessionRequest(peers=there))
         for other, its in self._ranks.items():
-            if its.pid and its.link.host != host:
-                here = pb.Peers(group=other[0], ranks=[other[1]], addresses={name: address})
+            if its.pid and other != key:
+                # Where there was one of its name before it, on another machine, that address goes.
+                reached = {name: address if its.link.host != host else ""}
+                here = pb.Peers(group=other[0], ranks=[other[1]], addresses=reached)
                 its.link.send(pb.SessionRequest(peers=here))
 
     def _on_stopped(self, key: RankKey) -> None:

@@ -419,7 +419,7 @@ class Session:
                 return  # Word of an end that is known, or was asked for.
             if known is not None and not report.phase:
                 report.phase = known.phase()
-                report.pid = report.pid or known.pid
+                report.pid = known.pid
             if known is None or not known.may_restart(self._max_restarts):
                 self._verdict.hear(report)
                 return

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from safetensors.torch import load_file, save_file
@@ -106,13 +106,13 @@ class ActorWorker(Worker):
         self._step()
         return self._engine.named_weights()
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def shards(self) -> dict[str, Any]:
         """Parameters, optimiser and step count."""
-        return self._engine.state_dict()
+        return self._engine.shards()
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_shards(self, shards: Mapping[str, Any]) -> None:
         """Becomes what another was."""
-        self._engine.load_state_dict(state)
+        self._engine.load_shards(shards)
 
     def save_checkpoint(self, directory: str) -> None:
         """Writes what `from_pretrained` loads, and the state that `resume` reads, into an existing directory."""
@@ -139,10 +139,7 @@ class ActorWorker(Worker):
         minibatch.place = place
         minibatch.seen |= {group.seq for group in groups}
         minibatch.weight += sum(self._loss.weight(sample.sample) for sample in graded)
-        # Equal rewards give advantages of 0: no gradient, so no pass.
-        teaching = [
-            sample for group in groups if np.any(group.fields["advantages"]) for sample in graded_samples(group)
-        ]
+        teaching = [sample for group in groups if _teaches(group) for sample in graded_samples(group)]
         if teaching:
             sums = self._engine.accumulate([sample.sample for sample in teaching], self._loss.bind(teaching))
             for name, value in sums.items():
@@ -202,6 +199,11 @@ def _parameters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if name.startswith("param.")}
 
 
+def _teaches(group: Item) -> bool:
+    """Equal rewards give advantages of 0: no gradient, so no pass."""
+    return bool(np.any(group.fields["advantages"]))
+
+
 def _receipt(group: Item, metrics: Metrics) -> Item:
     """A group for the driver: what people and metrics need of it, without its tokens."""
     members = group.members
@@ -220,6 +222,7 @@ def _receipt(group: Item, metrics: Metrics) -> Item:
             "fed": [len(member.fields["completion_ids"]) - _num_own(member) for member in members],
             "clipped": [member.fields["finish_reason"] == "length" for member in members],
             "counts": [dict(member.fields.get("counts", {})) for member in members],
+            "worked_tokens": sum(len(m.fields["completion_ids"]) for m in members) if _teaches(group) else 0,
             "metrics": metrics,
         },
     )

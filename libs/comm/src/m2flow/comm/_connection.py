@@ -86,6 +86,8 @@ class Connection:
         self.session = next(_sessions)
         self.incarnation = 0
         self.greeted = False
+        # Whether the other end is an endpoint of this very process.
+        self.within = False
         self.left = False
         self.link: Link
         self._pool = pool
@@ -160,6 +162,8 @@ class Connection:
             return encoded.to_bytes()
         slot = self._pool.take(encoded.size_bytes, timeout_s=timeout_s)
         try:
+            if encoded.from_gpu:
+                slot.segment.pin()
             encoded.write_into(slot.view(encoded.size_bytes))
             return self.lend_slot(slot, encoded.size_bytes)
         finally:

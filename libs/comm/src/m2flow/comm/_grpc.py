@@ -199,7 +199,7 @@ class Streams:
 
     def dial(self, address: str, link: GrpcLink) -> None:
         """Connects a link to an address, in the background; the link fails when that fails."""
-        self.call(lambda: self._keep(self._dial(address, link)))
+        self.call(lambda: self._keep(self._dial_or_fail(address, link)))
 
     def close(self) -> None:
         """Ends all streams and the thread. Blocks until then."""
@@ -253,6 +253,13 @@ class Streams:
         authority = self._tls.authority.read_bytes()
         credentials = grpc.ssl_server_credentials([pair], authority, require_client_auth=True)
         return int(server.add_secure_port(address, credentials))
+
+    async def _dial_or_fail(self, address: str, link: GrpcLink) -> None:
+        try:
+            await self._dial(address, link)
+        except Exception as error:
+            # Certificates that cannot be read, say: whoever has called over this link must hear of it.
+            self._io_loop.call(partial(link.fail, f"{address} cannot be dialled: {error}"))
 
     async def _dial(self, address: str, link: GrpcLink) -> None:
         async with self._open(address) as channel:

@@ -200,7 +200,8 @@ class ChannelIndex:
         state.ended.add(iteration)
         self._forget_iteration(iteration)
         caller.answer((), None)
-        self._settle()
+        if self.members.over(iteration):
+            self._settle()
 
     def close(self, caller: Caller) -> None:
         """Lets a member leave; from one who is none, ends the channel for all."""
@@ -376,10 +377,16 @@ class ChannelIndex:
 
     def _serve_some(self, filters: Iterable[Filter]) -> bool:
         served = False
+        # What is too little for one is too little for all who wait for as much of the same, however many there are.
+        too_much: dict[Filter, float] = {}
         for get in self._waiting.in_order(filters):
+            if get.enough >= too_much.get(get.wanted, float("inf")):
+                continue
             if self._serve(get):
                 self._waiting.remove(get)
                 served = True
+            else:
+                too_much[get.wanted] = get.enough
         return served
 
     def _settle(self) -> None:

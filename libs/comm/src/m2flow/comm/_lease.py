@@ -2,11 +2,13 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from m2flow.comm._connection import Connection
 from m2flow.comm._frames import Kind
 from m2flow.comm._items import rows
+from m2flow.comm._references import Reference, is_reference, referenced
 from m2flow.comm._tree import Bytes
 from m2flow.comm.errors import (
     ChannelClosedError,
@@ -28,14 +30,28 @@ class Lease:
     """An item that this consumer has until it acknowledges it; should it die before, another is given the item.
 
     `item` is decoded when it is first asked for. Its arrays lie in the producer's shared memory and are read-only:
-    the next reader of an unacknowledged item must find what the producer wrote.
+    the next reader of an unacknowledged item must find what the producer wrote. Where the channel stays within one
+    process the item is the producer's own object, which for the same reason nobody may change.
     """
 
-    __slots__ = ("_data", "_item", "_unpickles", "id", "iteration", "key", "number", "producer", "tombstone", "weight")
+    __slots__ = (
+        "_data",
+        "_device",
+        "_item",
+        "_unpickles",
+        "id",
+        "iteration",
+        "key",
+        "number",
+        "producer",
+        "tombstone",
+        "weight",
+    )
 
     def __init__(
         self,
         connection: Connection,
+        device: str | None,
         id: str,
         key: str,
         weight: float,
@@ -52,16 +68,21 @@ class Lease:
         self.producer = producer
         self.tombstone = tombstone
         self.number = number
+        self._device = device
         self._unpickles = connection.unpickles
-        self._data: bytes | Bytes | None = connection.open(payload)
+        self._data: bytes | Bytes | None = None
         self._item: Tree = None
+        if not isinstance(payload, bytes) and is_reference(payload):
+            self._item = referenced(payload).tree
+        else:
+            self._data = connection.open(payload)
 
     @property
     def item(self) -> Tree:
         """The item's tree; None for a tombstone. Raises PayloadError where it cannot be decoded here."""
         if self._data is not None:
             if not self.tombstone:
-                self._item = decode(self._data, allow_pickle=self._unpickles)
+                self._item = decode(self._data, allow_pickle=self._unpickles, device=self._device)
             self._data = None
         return self._item
 
@@ -79,7 +100,13 @@ class Asked:
         request: comm_pb2.ChannelRequest,
         key: str | None,
         iteration: int | None,
+        *,
+        references: Sequence[Reference] = (),
+        device: str | None = None,
     ) -> None:
+        self._device = device
+        # Kept until the channel has answered: then it holds them.
+        self._references = references
         self._channel = channel
         self._connection = connection
         self._key = key
@@ -136,7 +163,7 @@ class Asked:
             self._connection.send(Kind.CHANNEL, 0, request.SerializeToString())
 
     def _leases(self, response: comm_pb2.ChannelResponse) -> list[Lease]:
-        return [Lease(self._connection, *row) for row in rows(response.items)]
+        return [Lease(self._connection, self._device, *row) for row in rows(response.items)]
 
     def _parse(self, body: bytes) -> comm_pb2.ChannelResponse:
         response = comm_pb2.ChannelResponse.FromString(body)

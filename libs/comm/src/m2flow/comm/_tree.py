@@ -7,7 +7,7 @@ before anything is made from it.
 import math
 import pickle
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -52,14 +52,20 @@ class Pickled:
 
 
 class TreeWriter:
-    """Writes a tree: `out` holds its tagged bytes, `parts` the arrays beside it, each as flat bytes in tree order."""
+    """Writes a tree: `out` holds its tagged bytes, `parts` the arrays beside it, each as flat bytes in tree order.
 
-    __slots__ = ("_depth", "out", "parts", "pickles")
+    A part is bytes, a uint8 array or, on a GPU, a uint8 tensor, of shape [bytes].
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_depth", "_lift", "lifted", "out", "parts", "pickles")
+
+    def __init__(self, lift: Callable[[Any], bool] | None = None) -> None:
         self.pickles = False
+        self._lift = lift
+        # The tensors that travel by a way of their own, in order.
+        self.lifted: list[Any] = []
         self.out = bytearray()
-        self.parts: list[Bytes | bytes] = []
+        self.parts: list[Any] = []
         self._depth = 0
 
     def write(self, value: Any) -> None:
@@ -72,10 +78,14 @@ class TreeWriter:
             self._text(record.name)
             self.out += _U32.pack(record.check)
             self._all([getattr(value, name) for name in record.fields])
+        elif _torch.is_tensor(value) and self._lift is not None and self._lift(value):
+            self.out += _TAG_U32.pack(b"L", len(self.lifted))
+            self.lifted.append(value)
         elif _torch.is_tensor(value):
-            code, shape, data = _torch.to_bytes(value)
-            self.out += b"T" + _ARRAY.pack(code, len(shape)) + struct.pack(f"<{len(shape)}Q", *shape)
-            self.parts.append(data)
+            code, flat = _torch.code_of(value), _torch.flat(value)
+            self.out += b"T" + _ARRAY.pack(code, value.ndim) + struct.pack(f"<{value.ndim}Q", *value.shape)
+            # From a GPU it is copied once, when it is written.
+            self.parts.append(flat if _torch.on_gpu(flat) else flat.numpy())
         elif isinstance(value, np.generic):
             self._array(b"G", np.asarray(value))
         else:
@@ -197,10 +207,20 @@ class TreeReader:
     read in line, as this is the path of every item; positions are passed along instead of kept.
     """
 
-    __slots__ = ("_data", "_depth", "_next_part", "_size", "_unpickles")
+    __slots__ = ("_data", "_depth", "_device", "_lifted", "_next_part", "_size", "_unpickles")
 
-    def __init__(self, data: bytes, next_part: Callable[[int], Bytes], *, unpickles: bool) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        next_part: Callable[[int], Bytes],
+        *,
+        unpickles: bool,
+        lifted: Sequence[Any] = (),
+        device: str | None = None,
+    ) -> None:
         self._unpickles = unpickles
+        self._device = device
+        self._lifted = lifted
         self._data = data
         self._size = len(data)
         self._depth = 0
@@ -363,9 +383,16 @@ class TreeReader:
         shape, at = self._shape(at + 2, ndim)
         data = self._next_part(math.prod(shape) * item_size)
         try:
-            return _torch.from_bytes(code, shape, data if data.flags.writeable else data.copy()), at
+            tensor = _torch.from_bytes(code, shape, data if data.flags.writeable else data.copy())
+            return (tensor if self._device is None else tensor.to(self._device)), at
         except (RuntimeError, TypeError) as error:
             raise PayloadError(f"got a tensor of shape {shape}, which torch refuses: {error}") from error
+
+    def _lift(self, at: int) -> tuple[Any, int]:
+        number = _U32.unpack_from(self._data, at)[0]
+        if number >= len(self._lifted):
+            raise PayloadError(f"got tensor {number} of those beside the payload, want less than {len(self._lifted)}")
+        return self._lifted[number], at + 4
 
 
 def _decode_text(data: bytes) -> str:
@@ -393,6 +420,7 @@ _READERS: dict[int, Callable[[TreeReader, int], tuple[Any, int]]] = {
     ord("G"): TreeReader._scalar,
     ord("T"): TreeReader._tensor,
     ord("P"): TreeReader._pickled,
+    ord("L"): TreeReader._lift,
 }
 
 # Every tag that this version reads: what a fuzzer likes to write.

@@ -13,6 +13,7 @@ from m2flow.comm._connection import INLINE_BYTES, Connection
 from m2flow.comm._frames import Kind
 from m2flow.comm._items import add_payloads, column
 from m2flow.comm._lease import Asked, Lease
+from m2flow.comm._references import Reference
 from m2flow.comm.errors import TimeoutError_
 from m2flow.comm.payload import Encoded, Tree, encode
 from m2flow.proto.comm.v1 import comm_pb2
@@ -36,7 +37,9 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counts of one channel: what is in it now, what has happened so far, who waits."""
+    """Counts of one channel: items in it now (`queued`, `leased`), items so far (`put`, `acked`, `dropped` as doubled,
+    `tombstones`, `regiven` after a death), requests that wait, and the sum of the queued items' weights.
+    """
 
     queued: int
     leased: int
@@ -52,12 +55,25 @@ class Stats:
 
 
 class Channel:
-    """One endpoint's client of a channel. Thread-safe; many calls may wait at once, each for its own."""
+    """One endpoint's client of a channel. Thread-safe; many calls may wait at once, each for its own.
 
-    def __init__(self, name: str, host: str, connect: Callable[[str], Connection]) -> None:
+    While its host and all its consumers are endpoints of this process, items are handed over as they are: whoever puts
+    one must not change it afterwards, nor may whoever takes it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        connect: Callable[[str], Connection],
+        stays_here: Callable[[str, str], bool],
+        device: str | None = None,
+    ) -> None:
         self.name = name
         self.host = host
         self._connect = connect
+        self._stays_here = stays_here
+        self._device = device
 
     # Putting.
 
@@ -83,7 +99,10 @@ class Channel:
         )
 
     def put_nowait(self, item: Tree, *, id: str = "", iteration: int = 0, weight: float = 1.0, key: str = "") -> None:
-        """Puts an item if there is room now, else raises ChannelFullError. Blocks for the host's answer only."""
+        """Puts an item if there is room now, else raises ChannelFullError; otherwise like `put`.
+
+        Blocks for the host's answer, and for shared memory where the quota is used up.
+        """
         asked = self._ask_put(
             _encoded([Put(item=item, id=id, iteration=iteration, weight=weight, key=key)]), None, wait=False
         )
@@ -116,7 +135,10 @@ class Channel:
         await self.aput_many([Put(item=item, id=id, iteration=iteration, weight=weight, key=key)])
 
     async def aput_many(self, items: Sequence[Put]) -> None:
-        """Like `put_many`, without blocking the event loop; large items are copied on another thread."""
+        """Like `put_many`, without blocking the event loop; large items are copied on another thread.
+
+        Raises what `put` raises; for a time-out, wrap it in `asyncio.wait_for`.
+        """
         encoded = _encoded(items)
         if not encoded:
             return
@@ -180,7 +202,10 @@ class Channel:
     # Ending.
 
     def end(self, iteration: int) -> None:
-        """Says that this producer has put all of an iteration. Blocks for the host's answer."""
+        """Says that this producer has put all of an iteration; once all have, what is queued of it is flushed.
+
+        Raises CommError where this endpoint is no producer. Blocks for the host's answer.
+        """
         self._ask(comm_pb2.ChannelRequest(end=comm_pb2.EndRequest(iteration=iteration))).wait(None)
 
     def close(self) -> None:
@@ -201,7 +226,7 @@ class Channel:
 
     def _ask(self, request: comm_pb2.ChannelRequest, key: str | None = None, iteration: int | None = None) -> Asked:
         request.channel = self.name
-        return Asked(self.name, self._connect(self.host), request, key, iteration)
+        return Asked(self.name, self._connect(self.host), request, key, iteration, device=self._device)
 
     def _ask_get(self, weight: float, key: str | None, iteration: int | None, at_least: float | None = None) -> Asked:
         get = comm_pb2.GetRequest(key=key, iteration=iteration, weight=weight, at_least=at_least)
@@ -209,6 +234,30 @@ class Channel:
 
     def _ask_put(self, encoded: list[tuple[Put, Encoded]], timeout_s: float | None, *, wait: bool) -> Asked:
         connection = self._connect(self.host)
+        references: list[Reference] = []
+        packed: list[bytes | comm_pb2.Block]
+        if self._stays_here(self.name, self.host):
+            references = [Reference(put.item) for put, _ in encoded]
+            packed = [reference.block for reference in references]
+        else:
+            packed = self._pack(connection, encoded, timeout_s)
+        request = comm_pb2.ChannelRequest()
+        request.put.wait = wait
+        items, puts = request.put.items, [put for put, _ in encoded]
+        items.ids.extend(column([put.id for put in puts], ""))
+        items.keys.extend(column([put.key for put in puts], ""))
+        items.weights.extend(column([float(put.weight) for put in puts], 0.0))
+        items.tombstones.extend(column([put.tombstone for put in puts], ""))
+        items.iterations.extend(column([put.iteration for put in puts], 0))
+        add_payloads(items, packed)
+        request.channel = self.name
+        return Asked(
+            self.name, connection, request, puts[0].key if len(puts) == 1 else None, None, references=references
+        )
+
+    def _pack(
+        self, connection: Connection, encoded: list[tuple[Put, Encoded]], timeout_s: float | None
+    ) -> list[bytes | comm_pb2.Block]:
         since = time.monotonic()
         packed: list[bytes | comm_pb2.Block] = []
         try:
@@ -221,16 +270,7 @@ class Channel:
                 elapsed_s = time.monotonic() - since
                 raise TimeoutError_(channel=self.name, key=None, peer=peer, elapsed_s=elapsed_s) from error
             raise
-        request = comm_pb2.ChannelRequest()
-        request.put.wait = wait
-        items, puts = request.put.items, [put for put, _ in encoded]
-        items.ids.extend(column([put.id for put in puts], ""))
-        items.keys.extend(column([put.key for put in puts], ""))
-        items.weights.extend(column([float(put.weight) for put in puts], 0.0))
-        items.tombstones.extend(column([put.tombstone for put in puts], ""))
-        items.iterations.extend(column([put.iteration for put in puts], 0))
-        add_payloads(items, packed)
-        return self._ask(request, puts[0].key if len(puts) == 1 else None)
+        return packed
 
     def _end_leases(self, leases: Lease | Iterable[Lease], *, give_back: bool) -> None:
         ended = [leases] if isinstance(leases, Lease) else leases

@@ -1,6 +1,7 @@
 """Sends a generator's items while it goes on: a stage that yields is not kept waiting for each item's answer.
 
-Items that gather while a message is under way go with the next one.
+Items that gather while a message is under way go with the next one, and items that come together go together: a
+consumer that takes what has arrived would else begin with the first of them alone.
 """
 
 import threading
@@ -8,6 +9,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 
 from m2flow.worker import Item
+
+# Items that come within so many seconds after one go in its message.
+_TOGETHER_S = 0.001
 
 
 class Sender:
@@ -21,6 +25,7 @@ class Sender:
         self._waiting: list[Item] = []
         self._busy = False
         self._under_way: Future[None] | None = None
+        self._all_here = threading.Event()
 
     def send(self, items: Iterable[Item]) -> list[Item]:
         """Takes items as they come and returns them all, some of them still on their way. Raises what `put` raised."""
@@ -34,6 +39,7 @@ class Sender:
                 self._under_way = self._executor.submit(self._send_waiting)
             elif self._under_way is not None and self._under_way.done():
                 self._under_way.result()
+        self._all_here.set()
         return taken
 
     def finish(self, timeout_s: float | None = None) -> None:
@@ -42,6 +48,7 @@ class Sender:
             self._under_way.result(timeout_s)
 
     def _send_waiting(self) -> None:
+        self._all_here.wait(_TOGETHER_S)
         while True:
             with self._mutex:
                 batch, self._waiting = self._waiting, []

@@ -256,6 +256,8 @@ class Fabric:
         try:
             if not connection.greeted:
                 self._first_frame(connection, kind, body)
+            elif (handler := self._on_frame.get(kind)) is not None:
+                handler(connection, request_id, body)
             elif kind is Kind.REPLY:
                 connection.answered(request_id, body)
             elif kind is Kind.SEGMENT:
@@ -268,8 +270,6 @@ class Fabric:
             elif kind is Kind.GOODBYE:
                 connection.left = True
                 connection.link.fail("it closed its endpoint")
-            elif (handler := self._on_frame.get(kind)) is not None:
-                handler(connection, request_id, body)
             else:
                 raise ProtocolError(f"got a {kind.name} frame in mid-conversation")
         except DecodeError as error:

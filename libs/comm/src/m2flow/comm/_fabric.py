@@ -123,8 +123,11 @@ class Fabric:
         return self.connection(peer).link if connection is None else connection.link
 
     def add_address(self, peer: str, address: str) -> None:
-        """Dials a peer over gRPC at an address from now on."""
+        """Dials a peer over gRPC at an address from now on, or with none through this host's directory again."""
         with self._lock:
+            if not address:
+                self._addresses.pop(peer, None)
+                return
             self._addresses[peer] = address
         self._remote()
 
@@ -253,6 +256,8 @@ class Fabric:
         try:
             if not connection.greeted:
                 self._first_frame(connection, kind, body)
+            elif (handler := self._on_frame.get(kind)) is not None:
+                handler(connection, request_id, body)
             elif kind is Kind.REPLY:
                 connection.answered(request_id, body)
             elif kind is Kind.SEGMENT:
@@ -265,8 +270,6 @@ class Fabric:
             elif kind is Kind.GOODBYE:
                 connection.left = True
                 connection.link.fail("it closed its endpoint")
-            elif (handler := self._on_frame.get(kind)) is not None:
-                handler(connection, request_id, body)
             else:
                 raise ProtocolError(f"got a {kind.name} frame in mid-conversation")
         except DecodeError as error:

@@ -22,6 +22,7 @@ from m2flow.comm import _frames
 from m2flow.comm._frames import FrameParser, Kind, frame
 from m2flow.comm._handshake import VERSION
 from m2flow.comm._loop import Loop
+from m2flow.comm._replies import Awaited
 from m2flow.comm.errors import CommError
 from m2flow.comm.tls import Tls
 from m2flow.proto.comm.v1 import comm_pb2
@@ -101,8 +102,11 @@ class GrpcLink:
         with self._lock:
             return self._drained.wait_for(lambda: not self._out_bytes or self._closed, timeout_s)
 
-    def read_until(self, future: "Future[Any]", timeout_s: float | None) -> None:
+    def read_until(self, awaited: Awaited, timeout_s: float | None) -> None:
         """Does nothing: a stream is read by its own thread."""
+
+    def interrupt(self, awaited: Awaited) -> None:
+        """Does nothing: nobody waits in `read_until`."""
 
     def close(self) -> None:
         """Ends the stream. `on_closed` is not called."""

@@ -352,26 +352,33 @@ class ChannelIndex:
         """Queues entries but those seen already; returns the filters that the others pass."""
         touched: set[Filter] = set()
         last: tuple[Filter, ...] = ()
-        counts, append = self.counts, self._queue.append
+        fresh = self._fresh(entries)
+        for entry in fresh:
+            self._num_orders = entry.order = self._num_orders + 1
+            entry.filters = filters_of(entry.key, entry.iteration, self._route_of(entry.key) if self._by_key else "")
+            if entry.filters is not last:
+                last = entry.filters
+                touched.update(last)
+        self._queue.append(fresh)
+        return touched
+
+    def _fresh(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Counts entries, and drops those whose id was seen in their iteration."""
+        fresh: list[Entry] = []
         for entry in entries:
             if entry.id:
                 seen = self._seen.setdefault(entry.iteration, set())
                 if entry.id in seen:
-                    counts.dropped += 1
+                    self.counts.dropped += 1
                     _drop((entry,))
                     continue
                 seen.add(entry.id)
-            counts.put += 1
             if entry.tombstone:
-                counts.tombstones += 1
-            self._num_orders = entry.order = self._num_orders + 1
-            entry.filters = filters_of(entry.key, entry.iteration, self._route_of(entry.key) if self._by_key else "")
+                self.counts.tombstones += 1
             self._remaining[entry.iteration] = self._remaining.get(entry.iteration, 0) + 1
-            append(entry)
-            if entry.filters is not last:
-                last = entry.filters
-                touched.update(last)
-        return touched
+            fresh.append(entry)
+        self.counts.put += len(fresh)
+        return fresh
 
     # Taking.
 

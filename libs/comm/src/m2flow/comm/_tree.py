@@ -145,15 +145,26 @@ class TreeWriter:
         self._all(value)
 
     def _dict(self, value: dict[Any, Any]) -> None:
-        self.out += _TAG_U32.pack(b"m", len(value))
+        out = self.out
+        out += _TAG_U32.pack(b"m", len(value))
         self._enter()
         write = self.write
         for key, item in value.items():
             if type(key) is str and len(key) <= _MAX_KEY:
-                self.out += _key(key)
+                out += _key(key)
             else:
                 write(key)
-            write(item)
+            # What most items are made of is written in line: a call costs as much as the value.
+            kind = type(item)
+            if kind is int and _I64_MIN <= item <= _I64_MAX:
+                out += _TAG_I64.pack(b"i", item)
+            elif kind is float:
+                out += _TAG_F64.pack(b"d", item)
+            elif kind is bytes and len(item) <= INLINE_BYTES:
+                out += _TAG_U32.pack(b"b", len(item))
+                out += item
+            else:
+                write(item)
         self._depth -= 1
 
     def _pickled(self, value: Pickled) -> None:
@@ -318,19 +329,29 @@ class TreeReader:
         return tuple(values), at
 
     def _dict(self, at: int) -> tuple[dict[Any, Any], int]:
-        read, data, size = self.read, self._data, self._size
+        read, data, size, u32 = self.read, self._data, self._size, _U32.unpack_from
         tree: dict[Any, Any] = {}
+        value: Any
         count, at = self._count(at), at + 4
         for _ in range(count):
             if data[at] == _STR:
-                end = at + 5 + _U32.unpack_from(data, at + 1)[0]
+                end = at + 5 + u32(data, at + 1)[0]
                 if end > size:
                     raise self._cut(end)
                 key: Any = (_decode_key if end - at <= _MAX_KEY else _decode_text)(data[at + 5 : end])
                 at = end
             else:
                 key, at = read(at)
-            value, at = read(at)
+            tag = data[at]
+            if tag == _INT:
+                value, at = _I64.unpack_from(data, at + 1)[0], at + 9
+            elif tag == _BYTES:
+                end = at + 5 + u32(data, at + 1)[0]
+                if end > size:
+                    raise self._cut(end)
+                value, at = data[at + 5 : end], end
+            else:
+                value, at = read(at)
             try:
                 tree[key] = value
             except TypeError as error:
@@ -403,7 +424,7 @@ def _decode_text(data: bytes) -> str:
 
 
 _decode_key = lru_cache(maxsize=4096)(_decode_text)
-_STR, _INT, _FLOAT = b"sid"
+_STR, _INT, _FLOAT, _BYTES = b"sidb"
 _READERS: dict[int, Callable[[TreeReader, int], tuple[Any, int]]] = {
     ord("N"): TreeReader._none,
     ord("t"): TreeReader._true,

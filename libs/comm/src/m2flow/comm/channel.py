@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from m2flow.comm._connection import INLINE_BYTES, Connection
 from m2flow.comm._frames import Kind
@@ -19,8 +20,7 @@ from m2flow.comm.payload import Encoded, Tree, encode
 from m2flow.proto.comm.v1 import comm_pb2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Put:
+class Put(NamedTuple):
     """One item to put: its tree or, where `tombstone` says why, none. `id` is unique within the iteration.
 
     An item whose id was seen in its iteration is dropped; an empty id is never dropped. `weight` is what `get_batch`
@@ -103,10 +103,8 @@ class Channel:
 
         Blocks for the host's answer, and for shared memory where the quota is used up.
         """
-        asked = self._ask_put(
-            _encoded([Put(item=item, id=id, iteration=iteration, weight=weight, key=key)]), None, wait=False
-        )
-        asked.wait(None)
+        puts = [Put(item=item, id=id, iteration=iteration, weight=weight, key=key)]
+        self._ask_put(puts, _encoded(puts), None, wait=False).wait(None)
 
     def put_tombstone(
         self,
@@ -128,7 +126,7 @@ class Channel:
         After a TimeoutError_ the first ones may be in the channel: put all again under the same ids.
         """
         if items:
-            self._ask_put(_encoded(items), timeout_s, wait=True).wait(timeout_s)
+            self._ask_put(items, _encoded(items), timeout_s, wait=True).wait(timeout_s)
 
     async def aput(self, item: Tree, *, id: str = "", iteration: int = 0, weight: float = 1.0, key: str = "") -> None:
         """Like `put`, without blocking the event loop; cancelled, the item is not in the channel, or whole in it."""
@@ -142,10 +140,10 @@ class Channel:
         encoded = _encoded(items)
         if not encoded:
             return
-        if max(payload.size_bytes for _, payload in encoded) > INLINE_BYTES:
-            asked = await sys.modules["asyncio"].to_thread(self._ask_put, encoded, None, wait=True)
+        if max(payload.size_bytes for payload in encoded) > INLINE_BYTES:
+            asked = await sys.modules["asyncio"].to_thread(self._ask_put, items, encoded, None, wait=True)
         else:
-            asked = self._ask_put(encoded, None, wait=True)
+            asked = self._ask_put(items, encoded, None, wait=True)
         await asked.wait_async()
 
     # Taking.
@@ -232,36 +230,36 @@ class Channel:
         get = comm_pb2.GetRequest(key=key, iteration=iteration, weight=weight, at_least=at_least)
         return self._ask(comm_pb2.ChannelRequest(get=get), key, iteration)
 
-    def _ask_put(self, encoded: list[tuple[Put, Encoded]], timeout_s: float | None, *, wait: bool) -> Asked:
+    def _ask_put(
+        self, puts: Sequence[Put], encoded: Sequence[Encoded], timeout_s: float | None, *, wait: bool
+    ) -> Asked:
         connection = self._connect(self.host)
         references: list[Reference] = []
         packed: list[bytes | comm_pb2.Block]
         if self._stays_here(self.name, self.host):
-            references = [Reference(put.item) for put, _ in encoded]
+            references = [Reference(put.item) for put in puts]
             packed = [reference.block for reference in references]
         else:
             packed = self._pack(connection, encoded, timeout_s)
-        request = comm_pb2.ChannelRequest()
-        request.put.wait = wait
-        items, puts = request.put.items, [put for put, _ in encoded]
-        items.ids.extend(column([put.id for put in puts], ""))
-        items.keys.extend(column([put.key for put in puts], ""))
-        items.weights.extend(column([float(put.weight) for put in puts], 0.0))
-        items.tombstones.extend(column([put.tombstone for put in puts], ""))
-        items.iterations.extend(column([put.iteration for put in puts], 0))
-        add_payloads(items, packed)
-        request.channel = self.name
-        return Asked(
-            self.name, connection, request, puts[0].key if len(puts) == 1 else None, None, references=references
+        _, ids, iterations, weights, keys, tombstones = zip(*puts, strict=True)
+        items = comm_pb2.Items(
+            ids=column(ids, ""),
+            keys=column(keys, ""),
+            weights=column(weights, 0.0),
+            tombstones=column(tombstones, ""),
+            iterations=column(iterations, 0),
         )
+        add_payloads(items, packed)
+        request = comm_pb2.ChannelRequest(channel=self.name, put=comm_pb2.PutRequest(items=items, wait=wait))
+        return Asked(self.name, connection, request, keys[0] if len(keys) == 1 else None, None, references=references)
 
     def _pack(
-        self, connection: Connection, encoded: list[tuple[Put, Encoded]], timeout_s: float | None
+        self, connection: Connection, encoded: Sequence[Encoded], timeout_s: float | None
     ) -> list[bytes | comm_pb2.Block]:
         since = time.monotonic()
         packed: list[bytes | comm_pb2.Block] = []
         try:
-            for _, payload in encoded:
+            for payload in encoded:
                 packed.append(connection.pack(payload, timeout_s=timeout_s))
         except BaseException as error:
             connection.take_back(packed)
@@ -279,6 +277,6 @@ class Channel:
         self._connect(self.host).send(Kind.CHANNEL, 0, request.SerializeToString())
 
 
-def _encoded(items: Iterable[Put]) -> list[tuple[Put, Encoded]]:
+def _encoded(items: Iterable[Put]) -> list[Encoded]:
     """Encodes all items before the first one costs anything: one that cannot be encoded harms none."""
-    return [(item, encode(item.item)) for item in items]
+    return [encode(item.item) for item in items]

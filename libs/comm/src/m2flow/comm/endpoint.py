@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Literal, Self, TypeVar
 
 from m2flow.comm._calls import CallServer, Handler, read_answer
-from m2flow.comm._connection import INLINE_BYTES, Answer, Connection, message_of, packed_of
+from m2flow.comm._connection import INLINE_BYTES, Connection, message_of, packed_of
 from m2flow.comm._executor import LaneExecutor
 from m2flow.comm._fabric import Fabric
 from m2flow.comm._frames import Kind
@@ -23,6 +23,7 @@ from m2flow.comm._handshake import Identity
 from m2flow.comm._host import ChannelHost
 from m2flow.comm._index import ChannelIndex
 from m2flow.comm._parking import Parking
+from m2flow.comm._replies import Answer, Reply
 from m2flow.comm.channel import Channel
 from m2flow.comm.collectives import Handle
 from m2flow.comm.errors import CommError, TimeoutError_
@@ -118,7 +119,10 @@ class Endpoint:
         return self._fabric.listen(address)
 
     def add_address(self, peer: str, address: str) -> None:
-        """Reaches a peer over gRPC at an address, instead of a socket in this host's directory. Does not block."""
+        """Reaches a peer over gRPC at an address, instead of a socket in this host's directory. Does not block.
+
+        Without an address it is in the directory again. What is connected already stays so.
+        """
         self._fabric.add_address(peer, address)
 
     # Calls.
@@ -144,11 +148,11 @@ class Endpoint:
         if self._fabric.loop.inside():
             raise CommError("request: called on the io thread, which must not wait: use request_async")
         since = time.monotonic()
-        connection, future = self._call(peer, service, method, args, timeout_s)
+        connection, reply = self._call(peer, service, method, args, timeout_s)
         try:
-            body = future.result(timeout_s)
+            body = reply.result(timeout_s)
         except TimeoutError:
-            future.add_done_callback(partial(_discard, connection))
+            reply.add_done_callback(partial(_discard, connection))
             call = f"{service}.{method}"
             elapsed_s = time.monotonic() - since
             raise TimeoutError_(channel=call, key=None, peer=peer, elapsed_s=elapsed_s) from None
@@ -157,7 +161,7 @@ class Endpoint:
     def request_async(self, peer: str, service: str, method: str, args: Tree = None) -> "Future[Tree]":
         """Like `request`, returning at once with the future of the answer; its callbacks must not block."""
         result: Answer[Tree] = Answer()
-        connection, future = self._call(peer, service, method, args, None)
+        connection, reply = self._call(peer, service, method, args, None)
         result.link = connection.link
 
         def resolve(body: bytes) -> None:
@@ -171,8 +175,8 @@ class Endpoint:
             else:
                 result.set_result(tree)
 
-        def done(answered: "Future[bytes]") -> None:
-            error = answered.exception()
+        def done(answered: Reply) -> None:
+            error = answered.error()
             if error is not None:
                 if result.set_running_or_notify_cancel():
                     result.set_exception(error)
@@ -182,7 +186,7 @@ class Endpoint:
                 # Decoding what is long is no work for the io thread.
                 self._executor.submit((connection, "answers"), partial(resolve, answered.result()))
 
-        future.add_done_callback(done)
+        reply.add_done_callback(done)
         return result
 
     def on_peer_lost(self, callback: Callable[[str], None]) -> None:
@@ -195,7 +199,7 @@ class Endpoint:
 
     def _call(
         self, peer: str, service: str, method: str, args: Tree, timeout_s: float | None
-    ) -> "tuple[Connection, Future[bytes]]":
+    ) -> tuple[Connection, Reply]:
         encoded = encode(args)
         connection = self._fabric.connection(peer)
         payload = connection.pack(encoded, timeout_s=timeout_s)
@@ -400,8 +404,8 @@ def _never(channel: str, host: str) -> bool:
     return False
 
 
-def _discard(connection: Connection, done: "Future[bytes]") -> None:
-    if done.exception() is None:
+def _discard(connection: Connection, done: Reply) -> None:
+    if done.error() is None:
         _open_answer(connection, done.result())
 
 

@@ -129,7 +129,7 @@ def decode(
     size = len(data)
     if not _HEADER_BYTES <= size <= max_size_bytes:
         raise PayloadError(f"got a payload of {size} bytes, want {_HEADER_BYTES} to {max_size_bytes}")
-    view = memoryview(data) if isinstance(data, bytes) else data.data
+    view = data if isinstance(data, bytes) else data.data
     magic, layout, tree_bytes, total, check = _HEADER.unpack_from(view)
     if magic != _MAGIC or layout not in (_LAYOUT, _LAYOUT_WITH_PICKLE):
         wanted = f"{_MAGIC:#x} layout {_LAYOUT}"

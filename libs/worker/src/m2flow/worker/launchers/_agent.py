@@ -15,7 +15,7 @@ import grpc
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.proto.worker.v1 import worker_pb2_grpc
 from m2flow.worker._node import Emit, NodeAgent, RankKey, Ranks
-from m2flow.worker._wire import PROTOCOL_VERSION, failure_report
+from m2flow.worker._wire import PROTOCOL_VERSION, failure_report, merged
 from m2flow.worker.launchers._boot import Boot
 from m2flow.worker.launchers._control import ControlServer
 from m2flow.worker.launchers._frames import FrameReader, send_frame
@@ -96,7 +96,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         reader = threading.Thread(target=_read, args=(request_iterator, node, outbox), name="session", daemon=True)
         reader.start()
         try:
-            yield from _merged(outbox)
+            yield from _told(outbox)
         finally:
             node.close()
             self.ended.set()
@@ -148,17 +148,12 @@ def _read(
         outbox.put(None)
 
 
-def _merged(outbox: "queue.SimpleQueue[pb.SessionResponse | None]") -> Iterator[pb.SessionResponse]:
-    """What is to be sent, in order; results that wait together become one message."""
+def _told(outbox: "queue.SimpleQueue[pb.SessionResponse | None]") -> Iterator[pb.SessionResponse]:
+    """What is to be sent until None, in order."""
     while (response := outbox.get()) is not None:
-        while response.WhichOneof("kind") == "results" and not outbox.empty():
-            following = outbox.get()
-            if following is None:
-                yield response
-                return
-            if following.WhichOneof("kind") == "results":
-                response.results.results.extend(following.results.results)
-            else:
-                yield response
-                response = following
-        yield response
+        waiting: list[pb.SessionResponse | None] = [response]
+        while waiting[-1] is not None and not outbox.empty():
+            waiting.append(outbox.get())
+        yield from merged(one for one in waiting if one is not None)
+        if waiting[-1] is None:
+            return

@@ -1,6 +1,7 @@
 """The agent process of one machine: it serves the driver's session and starts workers through its zygote."""
 
 import hmac
+import logging
 import os
 import queue
 import signal
@@ -22,6 +23,7 @@ from m2flow.worker.launchers._link import GRPC_OPTIONS, session_address
 
 # For the stream's last words: the driver waits for them.
 _GOODBYE_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 class ProcessRanks:
@@ -102,6 +104,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def _greet(self, first: pb.SessionRequest | None, context: grpc.ServicerContext) -> None:
         hello = first.hello if first is not None else pb.SessionHello()
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            _log.warning("refused a session of %s: its token is not this agent's", context.peer())
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "session: got another token than this agent's")
         if hello.version != PROTOCOL_VERSION:
             context.abort(

@@ -142,6 +142,16 @@ def test_every_torch_dtype_and_form_round_trips() -> None:
             assert same(round_trip({"x": tensor})["x"], tensor), name
 
 
+def test_tensors_that_go_by_a_way_of_their_own_are_put_back_in_their_places() -> None:
+    own, other = torch.ones(3, dtype=torch.float64), torch.ones(2)
+    encoded = encode([other, {"own": own}, Pair(own, 1)], lift=lambda tensor: tensor.dtype is torch.float64)
+    assert [tensor is own for tensor in encoded.lifted] == [True, True]
+    arrived = decode(encoded.to_bytes(), lifted=["first", "second"])
+    assert same(arrived, [other, {"own": "first"}, Pair("second", 1)])
+    with pytest.raises(PayloadError, match="got tensor 1 of those beside the payload, want less than 1"):
+        decode(encoded.to_bytes(), lifted=["first"])
+
+
 def test_a_parameter_arrives_as_a_plain_tensor() -> None:
     arrived = round_trip(torch.nn.Parameter(torch.ones(2)))
     assert type(arrived) is torch.Tensor

@@ -123,8 +123,11 @@ class Fabric:
         return self.connection(peer).link if connection is None else connection.link
 
     def add_address(self, peer: str, address: str) -> None:
-        """Dials a peer over gRPC at an address from now on."""
+        """Dials a peer over gRPC at an address from now on, or with none through this host's directory again."""
         with self._lock:
+            if not address:
+                self._addresses.pop(peer, None)
+                return
             self._addresses[peer] = address
         self._remote()
 

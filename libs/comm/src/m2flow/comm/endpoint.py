@@ -119,7 +119,10 @@ class Endpoint:
         return self._fabric.listen(address)
 
     def add_address(self, peer: str, address: str) -> None:
-        """Reaches a peer over gRPC at an address, instead of a socket in this host's directory. Does not block."""
+        """Reaches a peer over gRPC at an address, instead of a socket in this host's directory. Does not block.
+
+        Without an address it is in the directory again. What is connected already stays so.
+        """
         self._fabric.add_address(peer, address)
 
     # Calls.

@@ -5,6 +5,7 @@ torch is imported when the first tensor is met, here or on the wire, and never o
 
 import importlib
 import sys
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,12 @@ def code_of(tensor: Any) -> int:
         )
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise PayloadError(f"got a tensor of layout {tensor.layout}, want a dense one: call to_dense() or dequantize()")
-    name = str(tensor.dtype).removeprefix("torch.")
+    return _code_of_dtype(tensor.dtype)
+
+
+@lru_cache
+def _code_of_dtype(dtype: Any) -> int:
+    name = str(dtype).removeprefix("torch.")
     code = _CODES.get(name)
     if code is None:
         raise PayloadError(f"got a tensor of dtype {name}, want one of {', '.join(DTYPE_NAMES)}")
@@ -119,6 +125,7 @@ def empty(code: int, shape: tuple[int, ...], device: Any) -> Any:
     return importlib.import_module("torch").empty(shape, dtype=_dtype(code), device=device)
 
 
+@lru_cache
 def _dtype(code: int) -> Any:
     try:
         torch = importlib.import_module("torch")

@@ -8,6 +8,7 @@ The suite needs no test framework: methods named `test_*` assert, `setup_class` 
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -102,7 +103,9 @@ class LauncherConformance:
 
     def test_ten_thousand_calls_under_way(self) -> None:
         """No thread is held by a call."""
+        num_threads = threading.active_count()
         handles = [self.group.on(number % 4).echo(number) for number in range(10_000)]
+        assert threading.active_count() <= num_threads
         assert [handle.result(50)[0] for handle in handles] == list(range(10_000))
 
     def test_seconds_and_timers(self) -> None:

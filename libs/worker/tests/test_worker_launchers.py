@@ -1,8 +1,22 @@
 """The conformance suite on the launchers of this machine."""
 
+import tempfile
+from pathlib import Path
+from typing import ClassVar
+
 import pytest
 
-from m2flow.worker import Cluster, PlacementError, RefusedError, SessionClosedError, WorkerFailed, launch_run
+from m2flow.worker import (
+    AgentAddress,
+    Cluster,
+    PlacementError,
+    RefusedError,
+    Session,
+    SessionClosedError,
+    WorkerFailed,
+    launch_run,
+)
+from m2flow.worker.launchers._agent_process import AgentOptions, AgentProcess
 from m2flow.worker.testing import Probe
 from m2flow.worker.testing.conformance import DEADLINE_S, LauncherConformance
 
@@ -25,6 +39,27 @@ class TestProcess(LauncherConformance):
 class TestProcessOfTwo(LauncherConformance):
     launcher = "process"
     ranks_per_process = 2
+
+
+@pytest.mark.medium
+class TestJoined(LauncherConformance):
+    """Every node is an agent that was started apart, as by hand, and is joined by its address."""
+
+    launcher = "process"
+    agents: ClassVar[list[AgentProcess]] = []
+
+    @classmethod
+    def launch(cls) -> Session:
+        options = AgentOptions(Path(tempfile.mkdtemp(prefix="m2flow-")), "t", address="127.0.0.1:0")
+        cls.agents.append(agent := AgentProcess(options))
+        joined = {"node0": AgentAddress(agent.address, "t")}
+        return launch_run(Cluster.virtual(2, memory_bytes=1 << 20), agents=joined, on_log=lambda *_: None)
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        super().teardown_class()
+        while cls.agents:
+            cls.agents.pop().end()
 
 
 def test_ranks_of_one_process_are_of_one_node() -> None:

@@ -3,6 +3,7 @@
 Everything here runs on the endpoint's io thread, so the indexes need no lock.
 """
 
+import threading
 from collections.abc import Sequence
 from functools import partial
 
@@ -10,12 +11,14 @@ from m2flow.comm._connection import Connection
 from m2flow.comm._frames import Kind, ProtocolError
 from m2flow.comm._index import Caller, ChannelIndex, Entry, Held, Refusal
 from m2flow.comm._items import add_payloads, column, rows
-from m2flow.comm._mappings import BlockRef
 from m2flow.comm._parking import Parking
 from m2flow.comm._references import Reference, is_reference, referenced
 from m2flow.comm._views import Filter
 from m2flow.comm.payload import encode, has_pickle
 from m2flow.proto.comm.v1 import comm_pb2
+
+# Readers let go on the io thread or on one that waits.
+_counting = threading.Lock()
 
 
 class Passed:
@@ -25,7 +28,6 @@ class Passed:
 
     def __init__(self, connection: Connection, block: comm_pb2.Block) -> None:
         self._message = block
-        self._block: BlockRef | None
         self._block, self._mapped = connection.segment_of(block)
         self._from = connection
         self._abandoned = False
@@ -37,20 +39,21 @@ class Passed:
 
     def give(self, reader: Connection) -> bytes | comm_pb2.Block:
         """Returns what stands for the payload to a reader, whom its block is lent to where it can map it."""
-        assert self._block is not None
         if not reader.link.passes_fds:
             return self._mapped.bytes_of(self._block).tobytes()
-        self._holds += 1
+        with _counting:
+            self._holds += 1
         # A block has the same name at every end.
         reader.lend(self._block, self._mapped, self._let_go)
         return self._message
 
     def _let_go(self, abandoned: bool) -> None:
-        self._holds -= 1
-        self._abandoned |= abandoned
-        if not self._holds and self._block is not None:
+        with _counting:
+            self._holds -= 1
+            self._abandoned |= abandoned
+            last = not self._holds
+        if last:
             self._from.release([self._block], abandoned=self._abandoned)
-            self._block = None
 
 
 class ChannelHost:

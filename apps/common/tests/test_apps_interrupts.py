@@ -39,6 +39,12 @@ def _alive(pid: int) -> bool:
         return False
 
 
+def _catches(pid: int, number: signal.Signals) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = next(line.split()[1] for line in lines if line.startswith("SigCgt"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 def _wait_gone(pids: list[int], seconds: float) -> None:
     until = time.monotonic() + seconds
     while any(_alive(pid) for pid in pids):
@@ -84,6 +90,17 @@ def test_ctrl_c_while_the_plan_changes_is_no_failure(model: Path, tmp_path: Path
         _, err = started.communicate(timeout=5)
     assert (started.returncode, err) == (130, "interrupted: all workers have ended\n")
     _wait_gone(workers, 5)
+
+
+def test_ctrl_c_while_the_command_imports_leaves_no_traceback(model: Path) -> None:
+    command = [sys.executable, "-m", "m2flow.apps.testing", "train", f"model.source={model}"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as started:
+        # Python itself leaves SIGTERM alone: it is caught from the command's first line on.
+        while not _catches(started.pid, signal.SIGTERM):
+            assert started.poll() is None, started.communicate()
+        os.kill(started.pid, signal.SIGINT)
+        _, err = started.communicate(timeout=5)
+    assert (started.returncode, err) == (130, "interrupted: nothing had started\n")
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,11 @@ class Fabric:
         return self.connection(peer).link if connection is None else connection.link
 
     def add_address(self, peer: str, address: str) -> None:
-        """Dials a peer over gRPC at an address from now on."""
+        """Dials a peer over gRPC at an address from now on, or with none through this host's directory again."""
         with self._lock:
+            if not address:
+                self._addresses.pop(peer, None)
+                return
             self._addresses[peer] = address
         self._remote()
 
@@ -245,6 +248,8 @@ class Fabric:
         elif kind is Kind.SEGMENT:
             assert fd is not None
             connection.on_segment(body, fd)
+        elif kind is Kind.RELEASE:
+            connection.on_release(body)
         else:
             return kind is Kind.CALL and self._on_prompt_call(connection, request_id, body)
         return True
@@ -335,7 +340,12 @@ class Fabric:
     def _send_releases(self) -> None:
         if self.released:
             for connection, blocks in self.released.drain().items():
-                connection.release(blocks)
+                lender = self._accepted.get(connection.peer) if connection.peer == self.identity.name else None
+                if lender is None or self._dialled.get(connection.peer) is not connection:
+                    connection.release(blocks)
+                else:
+                    # This endpoint's connection to itself: its other end is here.
+                    lender.returned(blocks, abandoned=False)
 
     def _retire(self, segment_id: int) -> None:
         self.loop.call(partial(self._retire_now, segment_id))

@@ -114,8 +114,8 @@ class ChannelHost:
                 return
             index.put(caller, _entries(connection, request.put.items), wait=request.put.wait)
         elif kind == "get":
-            at_least = request.get.at_least if request.get.HasField("at_least") else None
-            index.get(caller, _filter(request.get), request.get.weight, at_least)
+            get = request.get
+            index.get(caller, _filter(get), get.weight, get.at_least if get.HasField("at_least") else None)
         elif kind == "ack":
             index.ack(connection.session, request.ack.leases, give_back=request.ack.give_back)
         elif kind == "end":
@@ -185,7 +185,6 @@ def _filter(request: comm_pb2.GetRequest) -> Filter:
 
 
 def _answer(connection: Connection, request_id: int, entries: Sequence[Entry], refusal: Refusal | None) -> None:
-    response = comm_pb2.ChannelResponse()
     if entries:
         items = comm_pb2.Items(
             ids=column([entry.id for entry in entries], ""),
@@ -198,10 +197,11 @@ def _answer(connection: Connection, request_id: int, entries: Sequence[Entry], r
         )
         add_payloads(items, [_given(entry.payload, connection) for entry in entries])
         response = comm_pb2.ChannelResponse(items=items)
-    if refusal is not None:
-        response.failure.CopyFrom(
-            comm_pb2.Failure(type=refusal.type, message=refusal.message, peers=refusal.peers),
-        )
+    elif refusal is not None:
+        failure = comm_pb2.Failure(type=refusal.type, message=refusal.message, peers=refusal.peers)
+        response = comm_pb2.ChannelResponse(failure=failure)
+    else:
+        response = comm_pb2.ChannelResponse()
     connection.send(Kind.REPLY, request_id, response.SerializeToString())
 
 

@@ -77,7 +77,7 @@ def flat(tensor: Any) -> Any:
 
 def on_gpu(flat: Any) -> bool:
     """Says whether a tensor lies where only a copy brings it to the host."""
-    return bool(flat.device.type != "cpu")
+    return not flat.is_cpu
 
 
 def copy_into(flat: Any, target: npt.NDArray[np.uint8]) -> None:
@@ -113,10 +113,11 @@ def item_size(code: int) -> int:
 
 def from_bytes(code: int, shape: tuple[int, ...], data: npt.NDArray[np.uint8]) -> Any:
     """Returns a CPU tensor over the bytes given, which must be as many as shape and dtype say and stay writable."""
-    torch = importlib.import_module("torch")
+    dtype = _dtype(code)
+    torch = sys.modules["torch"]
     if data.size == 0:
-        return torch.empty(shape, dtype=_dtype(code))
-    return torch.from_numpy(data).view(_dtype(code)).reshape(shape)
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
 def empty(code: int, shape: tuple[int, ...], device: Any) -> Any:

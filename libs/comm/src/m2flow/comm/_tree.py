@@ -80,14 +80,8 @@ class TreeWriter:
             self._text(record.name)
             self.out += _U32.pack(record.check)
             self._all([getattr(value, name) for name in record.fields])
-        elif _torch.is_tensor(value) and self._lift is not None and self._lift(value):
-            self.out += _TAG_U32.pack(b"L", len(self.lifted))
-            self.lifted.append(value)
         elif _torch.is_tensor(value):
-            code, flat = _torch.code_of(value), _torch.flat(value)
-            self.out += b"T" + _ARRAY.pack(code, value.ndim) + struct.pack(f"<{value.ndim}Q", *value.shape)
-            # From a GPU it is copied once, when it is written.
-            self.parts.append(flat if _torch.on_gpu(flat) else flat.numpy())
+            self._tensor(value)
         elif isinstance(value, np.generic):
             self._array(b"G", np.asarray(value))
         else:
@@ -168,6 +162,16 @@ class TreeWriter:
             else:
                 write(item)
         self._depth -= 1
+
+    def _tensor(self, value: Any) -> None:
+        if self._lift is not None and self._lift(value):
+            self.out += _TAG_U32.pack(b"L", len(self.lifted))
+            self.lifted.append(value)
+            return
+        code, flat, shape = _torch.code_of(value), _torch.flat(value), value.shape
+        self.out += struct.pack(f"<cBB{len(shape)}Q", b"T", code, len(shape), *shape)
+        # From a GPU it is copied once, when it is written.
+        self.parts.append(flat if _torch.on_gpu(flat) else flat.numpy())
 
     def _pickled(self, value: Pickled) -> None:
         try:

@@ -69,6 +69,13 @@ def test_ranks_of_one_process_are_of_one_node() -> None:
             session.start(spec, "all")
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize("launcher", ["inproc", "process"])
+def test_nodes_may_be_names_on_one_machine(launcher: str) -> None:
+    with launch_run(Cluster.virtual(2, num_nodes=2), launcher=launcher) as session:
+        assert session.start(Probe.group(device_kind="virtual"), "all").echo(1).result(20) == [1, 1]
+
+
 def test_an_unknown_launcher_is_refused() -> None:
     with pytest.raises(ValueError, match="got 'thread', want one of 'inproc', 'process'"):
         launch_run(Cluster.virtual(1), launcher="thread")

@@ -86,8 +86,7 @@ class Session:
         try:
             self._addresses = AddressBook(endpoint, [link.host for link in self._links.values()])
         except BaseException:
-            for link in self._links.values():
-                link.close()
+            self._close_links()
             raise
 
     @property
@@ -179,11 +178,14 @@ class Session:
             self._closed = True
         self.watchdog.end()
         self._leave(list(self._ranks), grace_s)
-        for link in self._links.values():
-            link.close()
+        self._close_links()
         self._fail_handles(self._failure or SessionClosedError("session: closed while calls were under way"))
         self.endpoint.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _close_links(self) -> None:
+        for link in dict.fromkeys(self._links.values()):  # Several nodes may share one.
+            link.close()
 
     def __enter__(self) -> "Session":
         return self

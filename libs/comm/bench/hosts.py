@@ -70,7 +70,7 @@ def measure() -> Iterator[dict[str, Any]]:
     line = LINE_BYTES_PER_S / 1e6
     for num_threads, delay_s in ((1, 0.0), (1, 0.01), (2, 0.01)):
         rate = over_a_line(num_threads, delay_s=delay_s) / 1e6
-        name = f"4 MiB items, {num_threads} put at a time, {1e3 * delay_s:.0f} ms each way"
+        name = f"4 MiB items, {num_threads} at a time, {1e3 * delay_s:.0f} ms each way"
         yield row(name, rate, "MB/s", peer="its limit", peer_value=line, target=0.8, at_least=True, on_ratio=True)
 
 

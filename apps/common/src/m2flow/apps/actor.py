@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from m2flow.apps.batch import groups_per_minibatch
 from m2flow.apps.language import LanguageModelConfig
-from m2flow.apps.policy_loss import Aggregation, PolicyLoss, PolicyLossConfig, graded_samples
+from m2flow.apps.policy_loss import Aggregation, Correction, PolicyLoss, PolicyLossConfig, graded_samples
 from m2flow.worker import GroupSpec, Item, Worker, stage
 from m2flow.worker.engines.memory import keep_freed_pages
 from m2flow.worker.engines.trainer import Metrics
@@ -35,7 +35,10 @@ class ActorConfig:
     microbatch_tokens: most tokens of one forward and backward pass.
     lr, betas, weight_decay, max_grad_norm: AdamW's.
     clip_low, clip_high, loss_aggregation: the policy loss's, see `PolicyLossConfig`.
+    correction, max_weight: for samples of older weights, see `PolicyLossConfig`.
     temperature: the sampler's.
+    deterministic: a minibatch's gradients are accumulated when it is whole, in source order: the same bits however its
+      groups arrive, and no pass before its last group is there.
     resume: directory that `save_checkpoint` wrote, which then takes the place of `model`; or empty.
     """
 
@@ -50,7 +53,10 @@ class ActorConfig:
     clip_low: float = 0.2
     clip_high: float = 0.2
     loss_aggregation: Aggregation = "token_mean"
+    correction: Correction = "none"
+    max_weight: float = 2.0
     temperature: float = 1.0
+    deterministic: bool = False
     resume: str = ""
 
 
@@ -71,7 +77,9 @@ class ActorWorker(Worker):
             # The parameters are the directory's model: the state beside it holds the rest.
             state = load_file(Path(config.resume) / _STATE)
             self._engine.load_state_dict(_parameters(self._engine.state_dict()) | state)
-        loss = PolicyLossConfig(config.clip_low, config.clip_high, config.loss_aggregation)
+        loss = PolicyLossConfig(
+            config.clip_low, config.clip_high, config.loss_aggregation, config.correction, config.max_weight
+        )
         self._loss = PolicyLoss(loss, on_policy=config.steps_per_iteration == 1)
         self._minibatch = _Minibatch()
 
@@ -95,7 +103,7 @@ class ActorWorker(Worker):
             groups = list(run)
             if not self._minibatch.continues(place, groups):
                 self._step()
-            self._accumulate(place, groups)
+            self._take(place, groups)
             whole = len(self._minibatch.seen) == self._config.groups_per_minibatch
             metrics = self._step() if whole else {}
             receipts += [_receipt(group, metrics if group is groups[-1] else {}) for group in groups]
@@ -133,11 +141,17 @@ class ActorWorker(Worker):
     def _place(self, group: Item) -> tuple[int, int]:
         return group.iteration, group.seq[0] // self._config.groups_per_minibatch
 
-    def _accumulate(self, place: tuple[int, int], groups: Sequence[Item]) -> None:
-        graded = [sample for group in groups for sample in graded_samples(group)]
+    def _take(self, place: tuple[int, int], groups: Sequence[Item]) -> None:
         minibatch = self._minibatch
         minibatch.place = place
         minibatch.seen |= {group.seq for group in groups}
+        if self._config.deterministic:
+            minibatch.held += groups
+        else:
+            self._accumulate(minibatch, groups)
+
+    def _accumulate(self, minibatch: "_Minibatch", groups: Sequence[Item]) -> None:
+        graded = [sample for group in groups for sample in graded_samples(group)]
         minibatch.weight += sum(self._loss.weight(sample.sample) for sample in graded)
         teaching = [sample for group in groups if _teaches(group) for sample in graded_samples(group)]
         if teaching:
@@ -148,6 +162,7 @@ class ActorWorker(Worker):
     def _step(self) -> Metrics:
         """Takes the optimiser step of the minibatch at hand, if any; returns its metrics."""
         minibatch, self._minibatch = self._minibatch, _Minibatch()
+        self._accumulate(minibatch, sorted(minibatch.held, key=lambda group: group.seq))
         if not minibatch.weight:
             return {}
         done = self._engine.step(minibatch.weight)
@@ -175,7 +190,10 @@ def actor_group(config: LanguageModelConfig, weights: Path, resume: Path | None)
         "clip_low": config.loss.clip_low,
         "clip_high": config.loss.clip_high,
         "loss_aggregation": config.loss.aggregation,
+        "correction": config.loss.correction,
+        "max_weight": config.loss.max_weight,
         "temperature": config.sampling.temperature,
+        "deterministic": config.deterministic,
         "resume": str(resume or ""),
     }
     return ActorWorker.group(settings, name="actor", devices_per_rank=None)
@@ -183,10 +201,11 @@ def actor_group(config: LanguageModelConfig, weights: Path, resume: Path | None)
 
 @dataclass
 class _Minibatch:
-    """What is accumulated of the next optimiser step: of which groups, and sums."""
+    """What is accumulated of the next optimiser step: of which groups, and sums; `held` groups are yet to be."""
 
     place: tuple[int, int] = (-1, -1)
     seen: set[tuple[int, ...]] = field(default_factory=set)
+    held: list[Item] = field(default_factory=list)
     weight: float = 0.0
     sums: Metrics = field(default_factory=dict)
 

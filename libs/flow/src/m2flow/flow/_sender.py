@@ -1,6 +1,7 @@
 """Sends a generator's items while it goes on: a stage that yields is not kept waiting for each item's answer.
 
-Items that gather while a message is under way go with the next one.
+Items that gather while a message is under way go with the next one. What a stage gives as a list is one message, which
+the stage's own thread puts when the stage has returned: nothing is to be done meanwhile.
 """
 
 import threading
@@ -13,14 +14,22 @@ from m2flow.worker import Item
 class Sender:
     """Takes the items of one call of a stage, in order."""
 
-    def __init__(self, executor: Executor, put: Callable[[list[Item]], None]) -> None:
-        """`put` sends a message and may block; it runs on `executor`, one message at a time."""
+    def __init__(self, executor: Executor, put: Callable[[list[Item], float | None], None]) -> None:
+        """`put` sends a message and may block, for so many seconds at most; then it may be called again for it.
+
+        A generator's messages go out on `executor`, one at a time.
+        """
         self._executor = executor
         self._put = put
         self._mutex = threading.Lock()
         self._waiting: list[Item] = []
         self._busy = False
         self._under_way: Future[None] | None = None
+        self._whole: list[Item] = []
+
+    def keep(self, items: list[Item]) -> None:
+        """Takes items that `finish` is to put, all together."""
+        self._whole = items
 
     def send(self, items: Iterable[Item]) -> list[Item]:
         """Takes items as they come and returns them all, some of them still on their way. Raises what `put` raised."""
@@ -40,6 +49,9 @@ class Sender:
         """Waits until everything has been put. Blocks; raises what `put` raised, TimeoutError after `timeout_s`."""
         if self._under_way is not None:
             self._under_way.result(timeout_s)
+        if self._whole:
+            self._put(self._whole, timeout_s)
+            self._whole = []
 
     def _send_waiting(self) -> None:
         while True:
@@ -48,4 +60,4 @@ class Sender:
                 if not batch:
                     self._busy = False
                     return
-            self._put(batch)
+            self._put(batch, None)

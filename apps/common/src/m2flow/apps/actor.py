@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from m2flow.apps.batch import groups_per_minibatch
+from m2flow.apps.imitation import Imitation, imitation_loss, worked_example
 from m2flow.apps.language import LanguageModelConfig
 from m2flow.apps.policy_loss import Aggregation, PolicyLoss, PolicyLossConfig, graded_samples
 from m2flow.worker import GroupSpec, Item, Worker, stage
@@ -23,6 +25,7 @@ from m2flow.worker.engines.trainer.torch_engine import TorchTrainerConfig, Torch
 __all__ = ["ActorConfig", "ActorWorker", "actor_group"]
 
 _STATE = "trainer.safetensors"
+_STAGE = "imitation"
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class ActorConfig:
     lr, betas, weight_decay, max_grad_norm: AdamW's.
     clip_low, clip_high, loss_aggregation: the policy loss's, see `PolicyLossConfig`.
     temperature: the sampler's.
+    imitate_until, imitate_max_steps: of a supervised stage, see `Imitation`.
     resume: directory that `save_checkpoint` wrote, which then takes the place of `model`; or empty.
     """
 
@@ -51,6 +55,8 @@ class ActorConfig:
     clip_high: float = 0.2
     loss_aggregation: Aggregation = "token_mean"
     temperature: float = 1.0
+    imitate_until: float = 0.0
+    imitate_max_steps: int = 1
     resume: str = ""
 
 
@@ -67,10 +73,11 @@ class ActorWorker(Worker):
         self._engine = TorchTrainerEngine(
             TorchTrainerConfig(self._directory, optimizer, config.microbatch_tokens, config.temperature)
         )
+        self._imitation = Imitation(config.imitate_until, config.imitate_max_steps)
         if config.resume:
             # The parameters are the directory's model: the state beside it holds the rest.
             state = load_file(Path(config.resume) / _STATE)
-            self._engine.load_state_dict(_parameters(self._engine.state_dict()) | state)
+            self.load_state_dict(_parameters(self._engine.state_dict()) | state)
         loss = PolicyLossConfig(config.clip_low, config.clip_high, config.loss_aggregation)
         self._loss = PolicyLoss(loss, on_policy=config.steps_per_iteration == 1)
         self._minibatch = _Minibatch()
@@ -107,19 +114,23 @@ class ActorWorker(Worker):
         return self._engine.named_weights()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters, optimiser and step count."""
-        return self._engine.state_dict()
+        """Parameters, optimiser and step count; of a supervised stage, how far it is."""
+        stage = [self._imitation.num_steps, int(self._imitation.is_over)]
+        return self._engine.state_dict() | ({_STAGE: torch.tensor(stage)} if self._imitation.until else {})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Becomes what another was."""
-        self._engine.load_state_dict(state)
+        if _STAGE in state:
+            num_steps, is_over = state[_STAGE].tolist()
+            self._imitation.num_steps, self._imitation.is_over = num_steps, bool(is_over)
+        self._engine.load_state_dict({name: tensor for name, tensor in state.items() if name != _STAGE})
 
     def save_checkpoint(self, directory: str) -> None:
         """Writes what `from_pretrained` loads, and the state that `resume` reads, into an existing directory."""
         path = Path(directory)
         self._engine.save_pretrained(path)
         AutoTokenizer.from_pretrained(Path(self._directory), local_files_only=True).save_pretrained(path)
-        state = self._engine.state_dict()
+        state = self.state_dict()
         save_file({name: state[name] for name in state.keys() - _parameters(state).keys()}, path / _STATE)
 
     def resident_bytes(self) -> int:
@@ -134,19 +145,29 @@ class ActorWorker(Worker):
         return group.iteration, group.seq[0] // self._config.groups_per_minibatch
 
     def _accumulate(self, place: tuple[int, int], groups: Sequence[Item]) -> None:
-        graded = [sample for group in groups for sample in graded_samples(group)]
         minibatch = self._minibatch
         minibatch.place = place
         minibatch.seen |= {group.seq for group in groups}
-        minibatch.weight += sum(self._loss.weight(sample.sample) for sample in graded)
+        minibatch.rewards += [float(reward) for group in groups for reward in group.fields["rewards"]]
+        sums = self._imitate(groups) if self._imitation.is_on else self._learn(groups)
+        for name, value in sums.items():
+            minibatch.sums[name] = minibatch.sums.get(name, 0.0) + value
+
+    def _learn(self, groups: Sequence[Item]) -> Metrics:
+        graded = [sample for group in groups for sample in graded_samples(group)]
+        self._minibatch.weight += sum(self._loss.weight(sample.sample) for sample in graded)
         # Equal rewards give advantages of 0: no gradient, so no pass.
         teaching = [
             sample for group in groups if np.any(group.fields["advantages"]) for sample in graded_samples(group)
         ]
-        if teaching:
-            sums = self._engine.accumulate([sample.sample for sample in teaching], self._loss.bind(teaching))
-            for name, value in sums.items():
-                minibatch.sums[name] = minibatch.sums.get(name, 0.0) + value
+        if not teaching:
+            return {}
+        return self._engine.accumulate([sample.sample for sample in teaching], self._loss.bind(teaching))
+
+    def _imitate(self, groups: Sequence[Item]) -> Metrics:
+        sums = self._engine.accumulate([worked_example(group) for group in groups], imitation_loss)
+        self._minibatch.weight += sums["tokens"]
+        return sums
 
     def _step(self) -> Metrics:
         """Takes the optimiser step of the minibatch at hand, if any; returns its metrics."""
@@ -157,13 +178,23 @@ class ActorWorker(Worker):
         sums = dict(minibatch.sums)
         num_tokens = sums.pop("tokens", 0.0)
         found = {"actor/grad_norm": done["grad_norm"], "actor/lr": done["lr"]}
-        if num_tokens:
+        if self._imitation.is_on:
+            found |= self._imitation.stepped(float(np.mean(minibatch.rewards)))
+        if "actor/pg_loss" in sums:
             found["actor/pg_loss"] = sums.pop("actor/pg_loss") / minibatch.weight
+        if num_tokens:
             found |= {name: value / num_tokens for name, value in sums.items()}
         return found
 
 
-def actor_group(config: LanguageModelConfig, weights: Path, resume: Path | None) -> GroupSpec:
+def actor_group(
+    config: LanguageModelConfig,
+    weights: Path,
+    resume: Path | None,
+    *,
+    imitate_until: float = 0.0,
+    imitate_max_steps: int = 1,
+) -> GroupSpec:
     """The specification of a run's actor: on the model in `weights`, or on the state of the checkpoint `resume`."""
     minibatches = config.prompts_per_step * config.samples_per_prompt // config.minibatch_size
     settings = {
@@ -179,6 +210,8 @@ def actor_group(config: LanguageModelConfig, weights: Path, resume: Path | None)
         "clip_high": config.loss.clip_high,
         "loss_aggregation": config.loss.aggregation,
         "temperature": config.sampling.temperature,
+        "imitate_until": imitate_until,
+        "imitate_max_steps": imitate_max_steps,
         "resume": str(resume or ""),
     }
     return ActorWorker.group(settings, name="actor", devices_per_rank=None)
@@ -191,6 +224,7 @@ class _Minibatch:
     place: tuple[int, int] = (-1, -1)
     seen: set[tuple[int, ...]] = field(default_factory=set)
     weight: float = 0.0
+    rewards: list[float] = field(default_factory=list)
     sums: Metrics = field(default_factory=dict)
 
     def continues(self, place: tuple[int, int], groups: Sequence[Item]) -> bool:

@@ -61,7 +61,7 @@ class LearnerWorker(Worker):
         self._policy = load_policy(Path(config.model))
         self._parameters = list(self._policy.parameters())
         self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=config.lr, betas=config.betas, eps=1e-5, weight_decay=config.weight_decay
+            self._parameters, lr=config.lr, betas=config.betas, eps=1e-5, weight_decay=config.weight_decay, fused=True
         )
         if config.resume:
             self._load_moments(load_file(Path(config.resume) / _STATE))

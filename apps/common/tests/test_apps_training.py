@@ -152,4 +152,4 @@ def test_a_fixed_plan_is_predicted_from_its_own_iterations(toy: Toy, tmp_path: P
 def test_several_epochs_take_several_optimiser_steps(toy: Toy, tmp_path: Path) -> None:
     run, ended = _train(toy, tmp_path / "run", "num_steps=2", "num_epochs=3")
     assert ended.code == 0, ended.err
-    assert _state(run)["steps"] == 6
+    assert _state(run)["counts"] == [6 * 4, 6]  # groups, optimiser steps

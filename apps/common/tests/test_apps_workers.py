@@ -104,7 +104,7 @@ def test_a_stop_of_several_characters_is_refused(model: Path) -> None:
 
 def gradient(learner: ActorWorker) -> torch.Tensor:
     """The averaged gradient after one step, all parameters in a row."""
-    state = learner.state_dict()
+    state = learner.shards()
     return torch.cat([state[name].flatten() for name in sorted(state) if name.startswith("first.")])
 
 
@@ -125,16 +125,16 @@ def test_the_optimiser_steps_at_minibatch_boundaries(model: Path) -> None:
     learner = actor(model, groups_per_minibatch=2, steps_per_iteration=2)
     receipts = learner.train(groups)
     assert [bool(receipt.fields["metrics"]) for receipt in receipts] == [False, True, False, True]
-    assert int(learner.state_dict()["steps"]) == 2
+    assert int(learner.shards()["steps"]) == 2
 
 
 def test_a_lost_group_does_not_hold_the_step_up(model: Path) -> None:
     groups = graded(list(rollout(model).generate(prompts())), odd)
     learner = actor(model, groups_per_minibatch=2, steps_per_iteration=2)
     learner.train([groups[0], groups[2]])
-    assert int(learner.state_dict()["steps"]) == 1
+    assert int(learner.shards()["steps"]) == 1
     learner.named_weights()
-    assert int(learner.state_dict()["steps"]) == 2
+    assert int(learner.shards()["steps"]) == 2
 
 
 def test_a_second_epoch_steps_again(model: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_second_epoch_steps_again(model: Path) -> None:
     learner = actor(model, steps_per_iteration=2)
     first = measure(learner.train(groups)).metrics
     second = measure(learner.train(groups)).metrics
-    assert int(learner.state_dict()["steps"]) == 2
+    assert int(learner.shards()["steps"]) == 2
     assert abs(first["actor/ppo_kl"]) < 1e-5
     assert abs(second["actor/ppo_kl"]) > 1e-5
 
@@ -172,8 +172,10 @@ def test_groups_of_equal_rewards_teach_nothing_and_are_counted(model: Path) -> N
     groups = graded(list(rollout(model).generate(prompts())), lambda sample: 1.0)
     learner = actor(model)
     before = {name: tensor.clone() for name, tensor in learner.named_weights().items()}
-    metrics = measure(learner.train(groups)).metrics
+    receipts = learner.train(groups)
+    metrics = measure(receipts).metrics
     assert metrics["groups/all_equal"] == metrics["groups/count"] == 4
+    assert [receipt.fields["worked_tokens"] for receipt in receipts] == [0] * 4
     assert metrics["actor/grad_norm"] == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in learner.named_weights().items())
 
@@ -222,7 +224,7 @@ def test_a_checkpoint_goes_on_to_the_bit(model: Path, tmp_path: Path) -> None:
     resumed = actor(model, resume=str(tmp_path))
     learner.train(groups)
     resumed.train(groups)
-    left, right = learner.state_dict(), resumed.state_dict()
+    left, right = learner.shards(), resumed.shards()
     assert all(torch.equal(left[name], right[name]) for name in left)
     assert list(rollout(tmp_path).generate(prompts()))
 

@@ -3,27 +3,44 @@
     python fuzz/fuzz_payload.py --inputs 1000000 --seed 0
 
 Inputs that reach a new edge of the decoder are kept and mutated further. Each is also tried as a tree with a correct
-header, as the check in the header would otherwise stop nearly all of them at the door.
+header, as the check in the header would otherwise stop nearly all of them at the door. All of it runs in an address
+space that has little room left, so that a size that is believed before it is checked is a find too.
 """
 
 import argparse
+import contextlib
 import random
+import resource
 import sys
 import time
 import zlib
+from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from m2flow.comm import PayloadError, _torch, _tree, decode, encode, payload
+from m2flow.comm import PayloadError, _dtypes, _registry, _torch, _tree, decode, encode, payload, register
 
-_TRACED = {_tree.__file__, payload.__file__}
+
+@register
+class Sample(NamedTuple):
+    """A registered class for the inputs to name."""
+
+    x: Any
+    y: Any
+
+
+_TRACED = {module.__file__ for module in (_dtypes, _registry, _torch, _tree, payload)}
+_ROOM_BYTES = 256 << 20
 _SEEDS: tuple[Any, ...] = (
     None,
     {"a": [1, 2.5, True, "text", b"bytes", 1 << 80], ("k", 1): (None,)},
     [np.arange(6).reshape(2, 3), np.float32(1), np.array("2020-01-01", "M8[D]"), np.zeros((0, 3))],
     ["x" * 2000, b"y" * 2000],
+    Sample(torch.arange(6).reshape(2, 3).to(torch.bfloat16), torch.ones(2).to(torch.float8_e4m3fn)),
 )
 _WORDS = (
     b"\x00",
@@ -90,30 +107,41 @@ class Edges:
         return self
 
 
+@contextlib.contextmanager
+def little_room() -> Iterator[None]:
+    """Lets this process map no more than 256 MiB beyond what it has: what asks for more gets a MemoryError."""
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + _ROOM_BYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 def run(num_inputs: int, seed: int) -> dict[str, float]:
     """Tries inputs; returns how many, how many were kept, the edges they reached and the seconds of the slowest."""
     rng, edges = random.Random(seed), Edges()
     corpus = [encode(tree).to_bytes() for tree in _SEEDS]
     corpus += [data[payload._HEADER_BYTES :] for data in corpus]
     slowest_s = 0.0
-    # The first tensor imports torch: that is no input's time.
-    _torch.item_size(1)
-    for _ in range(num_inputs):
-        data = mutated(rng, rng.choice(corpus), rng.choice(corpus))
-        edges.is_new = False
-        started = time.perf_counter()
-        sys.settrace(edges)
-        try:
-            fuzz_one(data)
-        except BaseException:
-            sys.settrace(None)
-            print(f"found: {data!r}", file=sys.stderr)
-            raise
-        finally:
-            sys.settrace(None)
-        slowest_s = max(slowest_s, time.perf_counter() - started)
-        if edges.is_new:
-            corpus.append(data)
+    with little_room():
+        for _ in range(num_inputs):
+            data = mutated(rng, rng.choice(corpus), rng.choice(corpus))
+            edges.is_new = False
+            started = time.perf_counter()
+            sys.settrace(edges)
+            try:
+                fuzz_one(data)
+            except BaseException:
+                sys.settrace(None)
+                print(f"found: {data!r}", file=sys.stderr)
+                raise
+            finally:
+                sys.settrace(None)
+            slowest_s = max(slowest_s, time.perf_counter() - started)
+            if edges.is_new:
+                corpus.append(data)
     return {"inputs": num_inputs, "kept": len(corpus), "edges": len(edges.found), "slowest_s": slowest_s}
 
 

@@ -29,11 +29,11 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_endpoint(run_dir: Path) -> Iterator[MakeEndpoint]:
-    """Makes endpoints of one run in this process."""
+    """Makes endpoints of one run in this process that treat each other as if they were in others."""
     made: list[Endpoint] = []
 
     def make(name: str, *, token: str = TOKEN, quota_bytes: int | None = None) -> Endpoint:
-        made.append(Endpoint(run_dir, name, token=token, quota_bytes=quota_bytes))
+        made.append(Endpoint(run_dir, name, token=token, quota_bytes=quota_bytes, by_reference=False))
         return made[-1]
 
     yield make

@@ -1,7 +1,7 @@
-"""One suite over every backend: by reference, shared memory, gRPC over TCP and Unix sockets, gloo."""
+"""One suite over every backend: by reference, shared memory, gRPC over TCP and Unix sockets, gloo, NCCL."""
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.comm import Address, Endpoint, PeerLostError, TimeoutError_, explain_route, route
 from m2flow.comm.collectives import spans
-from m2flow.comm.gloo import GlooBackend
-from m2flow.comm.testing import BackendConformance, PatientConformance, Ranks
+from m2flow.comm.process_group import ProcessGroupBackend
+from m2flow.comm.testing import PatientConformance, Ranks
 
 NAMES = ("r0", "r1", "r2")
 
@@ -55,32 +56,73 @@ class TestGrpc(PatientConformance):
             yield tuple(ends)
 
 
-class TestGloo(BackendConformance):
-    @pytest.fixture
-    def ranks(self) -> Iterator[Ranks]:
-        store, groups = dist.HashStore(), dict[int, Any]()
+def on_three_threads(make: Callable[[int], Any]) -> list[Any]:
+    """Returns what `make(rank)` returns for each rank; making a process group waits for the others."""
+    with ThreadPoolExecutor(3) as threads:
+        return list(threads.map(make, range(3)))
 
-        def join(rank: int) -> None:
-            groups[rank] = dist.ProcessGroupGloo(store, rank, 3, timedelta(seconds=20))
 
-        threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        backends = tuple(GlooBackend(groups[rank], NAMES) for rank in range(3))
-        yield backends
+class TestGloo(PatientConformance):
+    @pytest.fixture(params=["one group", "one for each direction"])
+    def ranks(self, request: pytest.FixtureRequest) -> Iterator[Ranks]:
+        store = dist.HashStore()
+
+        def join(way: str) -> list[Any]:
+            prefixed = dist.PrefixStore(way, store)
+            return on_three_threads(lambda rank: dist.ProcessGroupGloo(prefixed, rank, 3, timedelta(seconds=20)))
+
+        groups = join("group")
+        backs = join("back") if request.param != "one group" else [None] * 3
+        backends = [ProcessGroupBackend(group, NAMES, back=back) for group, back in zip(groups, backs, strict=True)]
+        yield tuple(backends)
         for backend in backends:
             backend.close()
 
 
-def test_gloo_refuses_strangers() -> None:
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 3, reason=f"gpu: three ranks of NCCL need 3 devices, here {torch.cuda.device_count()}"
+)
+class TestNccl(PatientConformance):
+    device = "cuda"
+
+    @pytest.fixture
+    def ranks(self) -> Iterator[Ranks]:
+        store = dist.HashStore()
+
+        def join(rank: int) -> ProcessGroupBackend:
+            torch.cuda.set_device(rank)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=20)
+            group, back = (
+                dist.ProcessGroupNCCL(dist.PrefixStore(way, store), rank, 3, options) for way in ("group", "back")
+            )
+            return ProcessGroupBackend(group, NAMES, device=f"cuda:{rank}", back=back)
+
+        backends = on_three_threads(join)
+        yield tuple(backends)
+        for backend in backends:
+            backend.close()
+
+
+def test_a_process_group_that_will_not_do_is_refused() -> None:
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
     with pytest.raises(ValueError, match="got 2 names, want 1"):
-        GlooBackend(group, ["a", "b"])
-    backend = GlooBackend(group, ["a"])
+        ProcessGroupBackend(group, ["a", "b"])
+    with pytest.raises(ValueError, match="want a second one of the same ranks"):
+        ProcessGroupBackend(group, ["a"], device="cuda:0")
+    backend = ProcessGroupBackend(group, ["a"])
     with pytest.raises(ValueError, match="got peer 'x', want one of a"):
         backend.isend("x", 1)
+    backend.close()
+
+
+def test_a_rank_that_is_silent_for_the_groups_time_out_is_lost() -> None:
+    store = dist.HashStore()
+    groups = on_three_threads(lambda rank: dist.ProcessGroupGloo(store, rank, 3, timedelta(seconds=1)))
+    backend = ProcessGroupBackend(groups[0], NAMES)
+    with pytest.raises(PeerLostError, match="'r1' is lost: its process group gave up"):
+        backend.irecv("r1").result(20)
     backend.close()
 
 

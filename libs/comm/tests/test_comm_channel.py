@@ -105,6 +105,67 @@ def test_a_full_channel_makes_put_wait_and_put_nowait_raise(ends: Any) -> None:
     producer.put_nowait(5)
 
 
+@pytest.mark.medium
+def test_a_full_channel_is_full_for_its_host_and_for_a_worker(make_endpoint: Any, peer: Any) -> None:
+    host = make_endpoint("host")
+    host.host_channel("q", capacity=1, producers=["host", "w"], consumers=["host"])
+    channel = host.channel("q", host="host")
+    channel.put("first")
+    worker = peer(
+        "w",
+        """
+        channel = endpoint.channel("q", host="host")
+        try:
+            channel.put_nowait(1)
+        except ChannelFullError as error:
+            say(error)
+        channel.put("of the worker")
+        say("put")
+        """,
+    )
+    assert "'q' is full" in worker.line()
+    with pytest.raises(ChannelFullError):
+        channel.put_nowait(2)
+    while not channel.stats().waiting_producers:
+        time.sleep(0.01)
+    assert channel.get(timeout_s=5).item == "first"
+    assert worker.line() == "put"
+    assert channel.get(timeout_s=5).item == "of the worker"
+
+
+@pytest.mark.medium
+def test_waiting_spins_no_core(make_endpoint: Any, peer: Any) -> None:
+    host = make_endpoint("host")
+    host.host_channel("q", capacity=1, producers=["w"], consumers=["w"])
+    worker = peer(
+        "w",
+        """
+        import threading
+        channel = endpoint.channel("q", host="host")
+        channel.put(0)
+        def wait(call, **more):
+            try:
+                call(timeout_s=1.5, **more)
+            except TimeoutError_:
+                pass
+        calls = [
+            lambda: wait(channel.get, key="none"),
+            lambda: wait(channel.get_batch, weight=9, key="none"),
+            lambda: wait(channel.put, item=1),
+            lambda: wait(endpoint.recv, peer="host"),
+        ]
+        threads = [threading.Thread(target=call) for call in calls]
+        before = time.process_time()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        say(time.process_time() - before)
+        """,
+    )
+    assert float(worker.line()) < 0.5, "seconds of processor time in 1.5 s of waiting, four times over"
+
+
 def test_a_timeout_names_channel_key_and_who_was_waited_for(ends: Any) -> None:
     _, _, consumer = ends
     with pytest.raises(TimeoutError_, match=r"channel 'q', key 'k': waited 0\.\d+ s for p, p2") as caught:
@@ -162,6 +223,8 @@ def test_an_item_that_cannot_be_encoded_harms_no_one(ends: Any) -> None:
     _, producer, consumer = ends
     with pytest.raises(PayloadError):
         producer.put_many([Put(item=np.zeros(100_000)), Put(item=object())])
+    with pytest.raises(PayloadError):
+        asyncio.run(producer.aput(object()))
     producer.put("good")
     assert consumer.get().item == "good"
 
@@ -261,7 +324,7 @@ def test_a_killed_consumers_leases_go_to_another_in_order(ends: Any, peer: Any, 
     )
     victim = peer("v", "leases = endpoint.channel('w', host='host').get_batch(64); say(len(leases)); time.sleep(60)")
     assert victim.line() == "64"
-    client = Channel("w", "host", consumer._connect)
+    client = Channel("w", "host", consumer._connect, consumer._stays_here)
     pending = threading.Thread(target=lambda: got.extend(client.get_batch(64, timeout_s=10)), daemon=True)
     got: list[Any] = []
     pending.start()

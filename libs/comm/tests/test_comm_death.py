@@ -77,13 +77,19 @@ def _mapped() -> set[str]:
     return {line.split()[4] for line in lines if "memfd:m2flow" in line}
 
 
-def test_a_killed_reader_takes_nothing_from_another(make_endpoint: Any, peer: Any) -> None:
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "exits"])
+def test_a_reader_that_is_gone_takes_nothing_from_another(make_endpoint: Any, peer: Any, killed: bool) -> None:
     trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
     trainer.stage_weights("w", 1, {"x": np.full(500_000, 1.0)})
     kept = rollout.fetch_weights("trainer", "w", 1)["x"]
-    victim = peer("victim", "w = endpoint.fetch_weights('trainer', 'w', 1); say(w['x'][0]); time.sleep(60)")
+    victim = peer("victim", "w = endpoint.fetch_weights('trainer', 'w', 1); say(w['x'][0]); sys.stdin.readline()")
     assert victim.line() == "1.0"
-    victim.kill()
+    if killed:
+        victim.kill()
+    else:
+        victim.process.stdin.write("exit\n")
+        victim.process.stdin.flush()
+        assert victim.finish() == 0
     for version in range(2, 8):
         trainer.stage_weights("w", version, {"x": np.full(500_000, float(version))})
         assert rollout.fetch_weights("trainer", "w", version)["x"][-1] == version

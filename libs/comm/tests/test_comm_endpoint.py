@@ -2,6 +2,7 @@
 
 import os
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -178,6 +179,7 @@ def test_a_deep_directory_is_no_problem(tmp_path: Path) -> None:
         b.handle("echo", lambda request: request.args)
         assert a.request("b", "echo", "", 1) == 1
     assert list(deep.iterdir()) == []
+    assert stat.S_IMODE(deep.stat().st_mode) == 0o700
 
 
 def test_a_wrong_token_is_refused_and_logged(make_endpoint: Any, caplog: pytest.LogCaptureFixture) -> None:

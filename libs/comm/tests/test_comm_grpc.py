@@ -1,11 +1,12 @@
 """Endpoints that reach each other over gRPC: the same calls, channels and deaths, with payloads in the stream."""
 
 import logging
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,20 @@ def test_a_wrong_token_is_refused_and_logged(hosts: Pair, tmp_path: Path, caplog
     assert b.name == "b"
 
 
+@pytest.mark.parametrize("metadata", [(), (("m2flow-token", "other"),)], ids=["none", "another"])
+def test_every_call_without_the_token_is_refused_and_logged(
+    hosts: Pair, metadata: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = hosts
+    with grpc.insecure_channel(a._fabric._addresses["b"]) as channel:
+        call = channel.stream_stream(METHOD)(iter([b"\x0a\x00"]), metadata=metadata, timeout=5)
+        with pytest.raises(grpc.RpcError, match="token is not this run's"):
+            list(call)
+    assert call.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "refused a gRPC call" in caplog.text
+    assert b.name == "b"
+
+
 @pytest.mark.parametrize("message", [b"", b"GET / HTTP/1.1", b"\x0a\x05hello", b"\x0a\xff\xff\xff\xff\xff"])
 def test_strangers_with_the_token_harm_nobody(hosts: Pair, message: bytes) -> None:
     a, b = hosts
@@ -109,6 +124,76 @@ def test_a_killed_process_is_lost_over_tcp(tmp_path: Path, peer: Callable[..., A
         assert seen.wait(5)
     finally:
         a.close()
+
+
+def test_a_peer_that_returns_before_its_death_is_seen_is_reached(tmp_path: Path, peer: Callable[..., Any]) -> None:
+    """The end that listens knows no address: it must find the connection that the restarted peer has made."""
+    with Endpoint(tmp_path / "b", "b", token="token-of-this-run") as b:
+        address = b.listen("127.0.0.1:0")
+        text = f"""
+        endpoint.close()
+        endpoint = Endpoint(Path(sys.argv[1]) / str(time.monotonic_ns()), "a", token=sys.argv[3])
+        endpoint.handle("who", lambda request: __import__("os").getpid())
+        endpoint.add_address("b", {address!r})
+        endpoint.send("b", None, timeout_s=20)
+        time.sleep(60)
+        """
+        lost = threading.Event()
+        b.on_peer_lost(lambda name: lost.set())
+        lives = []
+        for _ in range(2):
+            lives.append(peer("a", text))
+            assert b.recv("a", timeout_s=20) is None
+        lives[0].kill()
+        assert lost.wait(5)
+        assert b.request("a", "who", "", timeout_s=5) == lives[1].process.pid
+
+
+def test_every_call_to_a_peer_that_restarts_is_answered_or_fails(tmp_path: Path, peer: Callable[..., Any]) -> None:
+    with Endpoint(tmp_path / "a", "a", token="token-of-this-run") as a, socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        free.close()
+        a.add_address("v", f"127.0.0.1:{port}")
+        text = f"""
+        endpoint.handle("echo", lambda request: request.args)
+        endpoint.listen("127.0.0.1:{port}")
+        say("up")
+        time.sleep(60)
+        """
+        ended, answered = threading.Event(), [0, 0, 0]
+        lost: list[str] = []
+
+        def call(caller: int) -> None:
+            while not ended.is_set():
+                try:
+                    assert a.request("v", "echo", "", caller, timeout_s=20) == caller
+                    answered[caller] += 1
+                except PeerLostError as error:
+                    lost.append(str(error))
+
+        with ThreadPoolExecutor(3) as threads:
+            callers = [threads.submit(call, caller) for caller in range(3)]
+            for _ in range(3):
+                before = list(answered)
+                victim = peer("v", text)
+                assert victim.line() == "up"
+                while any(now == then for now, then in zip(answered, before, strict=True)):
+                    assert not any(caller.done() for caller in callers), "a call vanished"
+                    time.sleep(0.01)
+                victim.kill()
+            peer("v", text)
+            ended.set()
+            for caller in callers:
+                caller.result(30)
+        assert lost
+
+
+def test_certificates_that_cannot_be_read_are_an_error_of_the_call(tmp_path: Path) -> None:
+    nothing = tmp_path / "missing"
+    with Endpoint(tmp_path / "a", "a", token="t", tls=Tls(nothing, nothing, nothing)) as a:
+        a.add_address("b", "127.0.0.1:9")
+        with pytest.raises(PeerLostError, match=r"cannot be dialled: .*missing"):
+            a.request("b", "x", "", timeout_s=10)
 
 
 def test_a_second_listener_on_a_port_is_refused(hosts: Pair, tmp_path: Path) -> None:

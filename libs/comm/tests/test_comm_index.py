@@ -353,9 +353,9 @@ def test_keys_and_iterations_leave_nothing_behind() -> None:
 
 def test_many_fresh_keys_leave_nothing_behind() -> None:
     q = Driver()
-    for index in range(20_000):
+    for index in range(100_000):
         q.put("", key=f"k{index}")
-    for index in range(20_000):
+    for index in range(100_000):
         q.ack(q.get(key=f"k{index}"))
     assert q.index.num_states() == 0
     assert len(q.index._queue._views) == 0

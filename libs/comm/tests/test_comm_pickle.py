@@ -74,7 +74,10 @@ def test_calls_messages_and_channels_carry_them_within_a_host(trusting: tuple[En
 
 
 def test_an_endpoint_that_does_not_allow_them_refuses(run_dir: Path) -> None:
-    with Endpoint(run_dir, "a", token="t", allow_pickle=True) as a, Endpoint(run_dir, "b", token="t") as b:
+    with (
+        Endpoint(run_dir, "a", token="t", allow_pickle=True, by_reference=False) as a,
+        Endpoint(run_dir, "b", token="t") as b,
+    ):
         b.handle("echo", lambda request: request.args)
         with pytest.raises(RemoteError, match=r"PayloadError.*allow_pickle"):
             a.request("b", "echo", "", Pickled(1))

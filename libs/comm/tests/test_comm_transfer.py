@@ -1,5 +1,6 @@
 """Weights from n ranks to m, cut in any way at both ends: every element arrives once, checked, at the safe point."""
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,7 @@ def test_any_n_to_any_m(tmp_path: Path, num_sources: int, num_targets: int, way:
                 target.add_address(source.name, address)
         for rank, source in enumerate(sources):
             source.stage_weights("policy", 4, sharded(rank, num_sources))
+            source.offer_weights("policy", 5, sharded(rank, num_sources))
         for rank, target in enumerate(targets):
             boxes = wanted(rank, num_targets)
             names = [source.name for source in sources]
@@ -138,6 +140,11 @@ def test_any_n_to_any_m(tmp_path: Path, num_sources: int, num_targets: int, way:
             receiver.prepare(4, timeout_s=20)
             receiver.commit_into(own)
             assert all(bool((own[name] == loaded[name]).all()) for name in boxes)
+            for version in (4, 5):  # staged, and merely offered
+                streamed: dict[str, Any] = {}
+                assert receiver.stream(version, streamed.update, timeout_s=20) == receiver.version == version
+                assert streamed.keys() == loaded.keys()
+                assert all(bool((streamed[name] == loaded[name]).all()) for name in boxes)
     finally:
         for endpoint in [*targets, *sources]:
             endpoint.close()
@@ -181,6 +188,64 @@ def test_a_failure_before_commit_leaves_the_old_version_and_one_during_it_none(m
         receiver.commit(loaded.update)
 
 
+def test_a_commit_makes_two_buckets_at_most(make_endpoint: Any) -> None:
+    bucket = 1 << 20
+    sources = [make_endpoint(f"t{rank}") for rank in range(2)]
+    rollout = make_endpoint("rollout")
+    for rank, source in enumerate(sources):
+        halves = {f"w{index}": Shard(np.ones((128, 256)), (128 * rank, 0), (256, 256)) for index in range(32)}
+        source.stage_weights("policy", 1, halves)
+    receiver = rollout.weight_receiver("policy", sources=["t0", "t1"], bucket_bytes=bucket)
+    receiver.prepare(1, timeout_s=10)
+    tracemalloc.start()
+    try:
+        receiver.commit(lambda loaded: None)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert bucket < peak < 2.2 * bucket
+    # On the host: the staged shards, once, whoever reads them.
+    assert sum(source._fabric.pool.size_bytes for source in sources) < 1.3 * 32 * 256 * 256 * 8
+
+
+ROLLOUT = """
+    receiver = endpoint.weight_receiver("policy", sources=["trainer"], bucket_bytes=1)
+    say(receiver.version)
+    def load(bucket):
+        if sys.stdin.readline() != "go\\n":
+            say("loading " + ",".join(bucket))
+            time.sleep(60)
+        loaded.update(bucket)
+    loaded = {}
+    say(receiver.prepare(1, timeout_s=20).version)
+    say(receiver.commit(load))
+    say(sorted((name, int(value.sum())) for name, value in loaded.items()))
+"""
+
+
+@pytest.mark.medium
+def test_a_rank_killed_while_it_commits_serves_nothing_until_it_has_loaded_the_stage(
+    make_endpoint: Any, peer: Any
+) -> None:
+    trainer = make_endpoint("trainer")
+    trainer.stage_weights("policy", 1, {name: np.ones(100_000) for name in "ab"})
+
+    def told(process: Any, *lines: str) -> None:
+        for line in lines:
+            process.process.stdin.write(f"{line}\n")
+            process.process.stdin.flush()
+
+    victim = peer("rollout", ROLLOUT)
+    assert (victim.line(), victim.line()) == ("None", "1")
+    told(victim, "go", "stop")
+    assert victim.line() == "loading b"
+    victim.kill()
+    again = peer("rollout", ROLLOUT)
+    assert (again.line(), again.line()) == ("None", "1")
+    told(again, "go", "go")
+    assert (again.line(), again.line()) == ("1", "[('a', 100000), ('b', 100000)]")
+
+
 def test_a_target_of_another_shape_is_refused(make_endpoint: Any) -> None:
     trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
     trainer.stage_weights("policy", 1, {"x": np.zeros((2, 3))})
@@ -209,6 +274,10 @@ def test_an_altered_slice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(transfer, "digest", lambda value: -1)
         with pytest.raises(PayloadError, match="'x' was altered"):
             rollout.weight_receiver("policy", sources=["t"]).prepare(1, timeout_s=10)
+        receiver = rollout.weight_receiver("policy", sources=["t"])
+        with pytest.raises(PayloadError, match="'x' was altered"):
+            receiver.stream(1, lambda bucket: None, timeout_s=10)
+        assert receiver.version is None
 
 
 def test_layout_waits_for_the_version_and_refuses_old_ones(make_endpoint: Any) -> None:

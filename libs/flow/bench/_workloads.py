@@ -5,7 +5,7 @@ A second here stands for minutes there; what matters is what is long, what has a
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,10 +48,12 @@ class Workload:
         return [Item((n,), iteration, {"turns": self.turns}) for n in range(self.num_items)]
 
 
-def group(cls: type[SyntheticWorker], name: str, *, wide: bool = False, **costs: Any) -> GroupSpec:
+def group(
+    cls: type[SyntheticWorker], name: str, *, wide: bool = False, scale: float = SCALE, **costs: Any
+) -> GroupSpec:
     """A group of synthetic workers; a `wide` one has one rank over all its devices."""
     width = None if wide else 1
-    scaled = {key: value * SCALE if key.endswith("_s") else value for key, value in costs.items()}
+    scaled = {key: value * scale if key.endswith("_s") else value for key, value in costs.items()}
     return cls.group(SyntheticConfig(**scaled), name=name, device_kind=KIND, devices_per_rank=width)
 
 
@@ -167,47 +169,74 @@ def workloads() -> list[Workload]:
     ]
 
 
+def large() -> Workload:
+    """GRPO on 64 devices, in iterations of 20 s: short ones, where so many devices are for minutes of work."""
+    return Workload(
+        "grpo_64_devices",
+        grpo,
+        {
+            "rollout": group(SyntheticRollout, "rollout", scale=20, item_s=0.12, lanes=4, samples=SAMPLES),
+            "reward": group(SyntheticReward, "reward", scale=20, item_s=0.001),
+            "actor": group(SyntheticTrainer, "actor", scale=20, wide=True, item_s=0.12),
+        },
+        num_items=256,
+        num_devices=64,
+    )
+
+
 def profile(workload: Workload) -> sched_pb2.Profile:
-    """What a profiler would have measured: the cost models, asked for all sizes that plans choose from.
+    """What a profiler would have measured of the stages alone: the cost models, asked for all sizes that plans choose
+    from. What passes between them is no part of it.
 
     One item on many devices takes as long as on one: without the small sizes, a planner would think that it scales.
     """
-    found = sched_pb2.Profile(model=workload.name, hardware=KIND, version="1", transfer_latency_s=0.002)
+    found = sched_pb2.Profile(model=workload.name, hardware=KIND, version="1")
     graph = workload.graph()
-    sizes = range(1, workload.num_devices + 1)
+    sizes = sorted({min(workload.num_devices, n) for n in (*range(1, 9), 12, 16, 24, 32, 40, 48, 56, 64)})
     for stage in (s for s in graph.stages.values() if s.group and s.method):
-        spec = workload.groups[stage.group]
+        spec, looped = workload.groups[stage.group], stage.name in graph.in_cycles
         volume = graph.volume(stage.name)
-        calls = sorted({volume, *(1 << power for power in range(volume.bit_length()))})
-        for devices, items in product(sizes, calls):
-            times = _times(spec, stage.method, items, devices)
-            sample = found.samples.add(stage=stage.name, devices=devices, items=items)
-            sample.seconds = times[-1] + spec.config.fixed_s
-        if stage.method == "generate":
-            # As on the half of the devices that a spatial plan would give it: a rank's lanes finish in waves.
-            times = _times(spec, stage.method, volume, max(1, workload.num_devices // 2))
-            marks = [at / 40 for at in range(41)]
-            done = [sum(t <= mark * times[-1] for t in times) / len(times) for mark in marks]
-            found.curves.add(stage=stage.name, time_fraction=marks, item_fraction=done)
+        for devices in sizes:
+            for items in _calls(volume, devices, looped=looped):
+                ranks = _ranks(spec, stage.method, volume, items, devices, looped=looped)
+                seconds = max(mean(times[-1] if times else 0.0 for times in calls) for calls in ranks)
+                seconds += spec.config.fixed_s
+                found.samples.add(stage=stage.name, devices=devices, items=items, seconds=seconds)
+            if stage.method == "generate":
+                ranks = _ranks(spec, stage.method, volume, volume, devices, looped=looped)
+                out = sorted(at + spec.config.fixed_s for calls in ranks for times in calls for at in times)
+                times = [at / out[-1] for at in out]
+                done = [number / len(out) for number in range(1, len(out) + 1)]
+                found.curves.add(stage=stage.name, devices=devices, time_fraction=times, item_fraction=done)
     for name, spec in workload.groups.items():
         found.switches.add(group=name, onload_s=spec.config.onload_s, offload_s=spec.config.offload_s)
-    for stage in (s for s in graph.stages.values() if s.to):
-        found.syncs.add(source=stage.group, target=stage.to, seconds=0.002)
     return found
 
 
-def _times(spec: GroupSpec, method: str, num_items: int, devices: int) -> list[float]:
-    """When the items of one call of the whole group finish, in order: each rank takes the next even share of them."""
-    items = [Item((n,), PROFILED) for n in range(num_items)]
+def _calls(volume: int, devices: int, *, looped: bool) -> list[int]:
+    """Items of a call of the whole group that are asked for; ranks in a loop take what has come, a few or many."""
+    few = {count * devices for count in range(1, 9) if looped and count * devices < volume}
+    return sorted({volume, *(1 << power for power in range(volume.bit_length())), *few})
+
+
+def _ranks(
+    spec: GroupSpec, method: str, volume: int, items: int, devices: int, *, looped: bool
+) -> list[list[list[float]]]:
+    """By rank and by call, when its items finish, where the group takes an iteration in calls of so many items.
+
+    Of one call each rank takes the next even share; what goes round a loop goes to the rank of its place.
+    """
     wide = spec.devices_per_rank is None
     num_ranks = 1 if wide else devices
     worker = SyntheticWorker(spec.config)
     worker.context = SimpleNamespace(devices=range(devices if wide else 1))
-    times = []
-    for rank in range(num_ranks):
-        share = -(-num_items // num_ranks)
-        own = items[rank * share : (rank + 1) * share]
-        if method == "generate":
-            own = [item.child(index, SAMPLES, "prompt") for item in own for index in range(SAMPLES)]
-        times += [at for at, _ in worker.schedule(own)]
-    return sorted(times)
+    found: list[list[list[float]]] = [[] for _ in range(min(num_ranks, items))]
+    share = -(-items // num_ranks)
+    for start in range(0, volume, items):
+        call = [Item((n,), PROFILED) for n in range(start, min(start + items, volume))]
+        for rank, calls in enumerate(found):
+            own = call[rank::num_ranks] if looped else call[rank * share : (rank + 1) * share]
+            if method == "generate":
+                own = [item.child(index, SAMPLES, "prompt") for item in own for index in range(SAMPLES)]
+            calls.append([at for at, _ in worker.schedule(own)])
+    return found

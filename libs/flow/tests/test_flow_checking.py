@@ -211,3 +211,13 @@ def test_modes_refuse_a_cluster_without_the_kind():
         temporal_plan(graph, Cluster(()).with_resource("robot"))
     with pytest.raises(PlanError, match="needs 1 devices"):
         spatial_plan(graph, Cluster(()).with_resource("robot"))
+
+
+def test_a_quota_as_a_result_is_refused():
+    def program(flow, rollout):
+        return flow.first(2, flow.gather(rollout.generate(flow.source("prompts")), by="prompt"))
+
+    specs = {"rollout": FakeSpec("rollout", ("generate",))}
+    graph, cluster = trace(program, specs, source_items=4), Cluster.virtual(1)
+    with pytest.raises(PlanError, match=r"first is a result of the program, .* want a stage after it"):
+        check_plan(graph, temporal_plan(graph, cluster), cluster)

@@ -22,9 +22,14 @@ def ends(tmp_path):
 @pytest.fixture
 def flow(loop_graph):
     """The loop of environment and policy, with chunks of 4 episodes in the policy."""
-    plan = spatial_plan(loop_graph, Cluster.virtual(2))
+    return loop_of(loop_graph, in_flight=0)
+
+
+def loop_of(graph, in_flight):
+    plan = spatial_plan(graph, Cluster.virtual(2))
     next(stage for stage in plan.stages if stage.stage == "policy.act").granularity = 4
-    return lower(loop_graph, plan)
+    plan.edges[0].capacity = in_flight
+    return lower(graph, plan)
 
 
 def inbox_of(flow, ends, name):
@@ -74,12 +79,15 @@ def test_an_episode_whose_process_died_between_two_puts_dies_once(flow, ends):
         inbox.next(timeout_s=0.0)
 
 
-def test_what_comes_back_goes_before_what_enters(flow, ends):
+def test_only_so_many_episodes_are_in_a_loop_as_the_plan_says(loop_graph, ends):
+    flow = loop_of(loop_graph, in_flight=4)
     inbox, _ = inbox_of(flow, ends, "policy.act")
     ends["driver"].host_channel(inbox_channel(0, "sink"), producers=["env.0"], consumers=["driver"])
     reset, step = (Outlet(flow, name, ends["env.0"], Tally()) for name in ("env.reset", "env.step"))
     reset.put([Item((place,), 0) for place in range(6)], [0] * 6, 0)
     assert [item.seq for item in inbox.next().items] == [(0,), (1,), (2,), (3,)]
+    with pytest.raises(TimeoutError_):
+        inbox.next(timeout_s=0.0)
     step.put([Item((place,), 0, {"done": place == 2}) for place in (2, 1, 0)], [0] * 3, 0)
-    # Of the three, one has left; the last to enter waits for those that have begun.
-    assert [item.seq for item in inbox.next().items] == [(0,), (1,), (4,), (5,)]
+    # Of the three, one has left: one enters.
+    assert [item.seq for item in inbox.next().items] == [(0,), (1,), (4,)]

@@ -9,6 +9,7 @@ from m2flow.comm import Endpoint
 from m2flow.flow import lower, temporal_plan
 from m2flow.flow._mail import inbox_channel
 from m2flow.flow._outlet import Outlet, Tally
+from m2flow.flow.microflow import pack
 from m2flow.flow.runner import RankRunner
 from m2flow.flow.testing import SyntheticRollout, grpo_graph
 from m2flow.worker import Cluster, Item, LockServer, WorkerContext
@@ -72,10 +73,10 @@ def test_a_restarted_rank_catches_up_before_the_first_call_that_reaches_it(ends,
     )
     runner = RankRunner(worker, worker.context, 0)
     if first == "begin":
-        runner.begin(ITERATION, flow)
-        runner.begin(ITERATION, flow)  # the driver's own, after the one that was repeated
+        runner.begin(ITERATION, pack(flow))
+        runner.begin(ITERATION, pack(flow))  # the driver's own, after the one that was repeated
     answer = {}
-    finish = threading.Thread(target=lambda: answer.update(runner.finish(ITERATION, flow)), daemon=True)
+    finish = threading.Thread(target=lambda: answer.update(runner.finish(ITERATION, pack(flow))), daemon=True)
     finish.start()
     scored = ends["reward.0"].channel(inbox_channel(0, "reward.score"), host="driver")
     assert len(scored.get_batch(4, iteration=ITERATION, timeout_s=20)) == 4

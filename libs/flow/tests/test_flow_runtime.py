@@ -17,6 +17,7 @@ from m2flow.flow import (
     temporal_plan,
     trace,
 )
+from m2flow.flow._weights import Publication
 from m2flow.flow.testing import SyntheticActor, SyntheticReward, SyntheticRollout, grpo, mean_reward
 from m2flow.proto.flow.v1 import flow_pb2 as pb
 from m2flow.worker import Cluster, Item, WorkerFailed, launch_run
@@ -263,7 +264,13 @@ def test_stopping_with_an_iteration_under_way_ends_it():
 
 
 @pytest.mark.medium
-def test_with_staleness_the_next_iteration_generates_while_this_one_trains(threads):
+def test_with_staleness_the_next_iteration_generates_while_this_one_trains(threads, monkeypatch):
+    def send_late(self, iteration, version):
+        time.sleep(0.05)
+        send(self, iteration, version)
+
+    send = Publication.send
+    monkeypatch.setattr(Publication, "send", send_late)
     graph = make_graph(rollout={"seconds": 0.02}, actor={"seconds": 0.08, "minibatch": 4})
     plan = spatial_plan(graph, CLUSTER)
     plan.staleness = 1
@@ -278,6 +285,10 @@ def test_with_staleness_the_next_iteration_generates_while_this_one_trains(threa
     ages = {r.iteration - v for r in results for item in r.outputs for v in item.fields["versions"]}
     assert ages <= {0, 1}
     assert 1 in ages
+    # What an iteration left behind is on its way before the next one changes it.
+    for one, two in itertools.pairwise(results):
+        sent_ns = max(s.end_ns for s in busy(one, "publish:actor->rollout") if s.group == "actor")
+        assert sent_ns <= min(s.start_ns for s in busy(two, "actor.train"))
     both = itertools.pairwise(results)
     assert any(overlap_s(busy(one, "actor.train"), busy(two, "rollout.generate")) > 0.05 for one, two in both)
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from m2flow.comm import decode, encode
 from m2flow.flow import Runtime, spatial_plan, temporal_plan, trace
 from m2flow.flow.testing import (
     SyntheticActor,
@@ -252,6 +253,30 @@ def test_a_quota_takes_the_first_by_source_order_and_the_source_feeds_on(carry_s
     # Every other group passes: three waves of six hold nine, one more than the quota.
     assert got[0][0][:2] == [(0, 6), (0, 12)]
     assert ("surplus" in result.tombstones) is not carry_surplus
+
+
+@pytest.mark.medium
+def test_what_a_quota_carries_over_outlives_its_group_and_its_run():
+    graph, cluster = dapo_graph(True, count=8), Cluster.virtual(4)
+    plans = [spatial_plan(graph, cluster), temporal_plan(graph, cluster)]
+
+    def run(runtime, number):
+        result = runtime.run(number, wave(number, 0), more=lambda start: wave(number, start))
+        return [item.fields["rewards"] for item in result.outputs]
+
+    with launch_run(cluster, launcher="inproc") as session, Runtime(graph, plans[0], session) as runtime:
+        runtime.start()
+        wanted = [run(runtime, number) for number in range(3)]
+    with launch_run(cluster, launcher="inproc") as session, Runtime(graph, plans[0], session) as runtime:
+        runtime.start()
+        got = [run(runtime, 0)]
+        runtime.apply(plans[1])
+        got.append(run(runtime, 1))
+        kept = encode(runtime.carried()).to_bytes()
+    with launch_run(cluster, launcher="inproc") as session, Runtime(graph, plans[0], session) as runtime:
+        runtime.start(2, carried=decode(kept))
+        got.append(run(runtime, 2))
+    assert got == wanted
 
 
 @pytest.mark.medium

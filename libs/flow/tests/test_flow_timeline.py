@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from m2flow.flow._spans import num_tokens
 from m2flow.flow.timeline import CAUSES, account, account_table, chrome_trace, save_trace
 from m2flow.proto.flow.v1 import flow_pb2 as pb
+from m2flow.worker import Item
 
 S = 10**9
 
@@ -128,3 +130,11 @@ def test_an_item_that_goes_round_has_an_arrow_each_time_from_whoever_made_it_las
     assert list(ends["s"].values()) == [(act, 1e6), (step, 3e6), (act, 5e6)]
     assert list(ends["f"].values()) == [(act, 2e6), (step, 4e6), (act, 6e6)]
     assert ends["s"].keys() == ends["f"].keys()
+
+
+def test_a_call_worked_on_what_its_outputs_say_or_on_the_tokens_that_passed():
+    group = Item((0,), 1, members=[Item((0, i), 1, {"completion_ids": [7] * 5}) for i in range(3)])
+    short = Item((0,), 1, {"completion_ids": [7]})
+    assert num_tokens([group], [short]) == num_tokens([short], [group]) == 15
+    assert num_tokens([group, group], [Item((0,), 1, {"worked_tokens": n}) for n in (4, 0)]) == 4
+    assert num_tokens([group], [Item((0,), 1, {"worked_tokens": 0})]) == 1  # 0 would be: nobody counted

@@ -76,10 +76,11 @@ def test_one_sample_says_how_much_work_there_is() -> None:
 
 
 def test_longer_items_cost_more_at_once() -> None:
-    """The last eighth of the samples has four times the tokens an item: so has the next prediction."""
+    """Two samples have four times the tokens an item: so has the next prediction. One alone changes nothing."""
     old = _samples([(n, x, _truth(n, x)) for n, x, _ in GRID] * 7, tokens_per_item=100)
-    new = _samples([(2, 64, _truth(2, 256))] * 9, tokens_per_item=400)
-    assert fit_stage(old + new).estimate(64, 1).seconds == pytest.approx(_truth(1, 256), rel=0.02)
+    new = _samples([(2, 64, _truth(2, 256))], tokens_per_item=400)
+    assert fit_stage(old + new).estimate(64, 1).seconds == pytest.approx(_truth(1, 64), rel=0.02)
+    assert fit_stage(old + 2 * new).estimate(64, 1).seconds == pytest.approx(_truth(1, 256), rel=0.02)
 
 
 def test_corun_is_the_ratio_to_the_time_alone() -> None:
@@ -198,6 +199,22 @@ def test_a_time_beside_others_bounds_the_time_alone() -> None:
     profile.samples[1].seconds = 3  # slower than half of what two devices do: that is the neighbour's doing
     request.profile.CopyFrom(profile)
     assert plan(request).plans[0].simulated_s == pytest.approx(8.0, rel=0.01)
+
+
+def test_calls_beside_others_count_as_those_alone_do() -> None:
+    """Half of the calls have little to do, and these are the ones beside the rollout, which slows nobody: the time of
+    a call is the median of all, not of the long ones alone."""
+    workflow = flow_pb2.WorkflowGraph(name="g", source_items=4)
+    workflow.stages.add(name="prompts", kind=flow_pb2.STAGE_KIND_SOURCE, expansion=1)
+    workflow.stages.add(name="actor.train", kind=flow_pb2.STAGE_KIND_WORK, group="actor", method="train", expansion=1)
+    workflow.streams.add(producer="prompts", consumer="actor.train")
+    workflow.groups.add(name="actor", device_kind="cpu", devices_per_rank=1, min_devices=1)
+    profile = sched_pb2.Profile()
+    for seconds, beside in [(1.2, []), (0.6, ["rollout.generate"]), (1.0, []), (0.8, ["rollout.generate"])]:
+        profile.samples.add(stage="actor.train", devices=1, items=4, seconds=seconds, beside=beside)
+    cluster = sched_pb2.ClusterSpec(nodes=[sched_pb2.NodeSpec(name="n", count=1, cores=1)])
+    request = sched_pb2.PlanRequest(workflow=workflow, profile=profile, cluster=cluster)
+    assert plan(request).plans[0].simulated_s == pytest.approx(0.9, rel=0.02)
 
 
 def _in_layouts(cells: list[tuple[int, int, int, float]]) -> list[sched_pb2.Sample]:

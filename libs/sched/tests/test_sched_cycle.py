@@ -1,5 +1,8 @@
 """Cycles: one node, in turns or spread, with batches in flight; a ring on a clock is the oracle of the formula."""
 
+import heapq
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +12,7 @@ from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched import plan
 from m2flow.sched._cycle import spread_seconds
-from m2flow.sched._events import ring_seconds
+from m2flow.sched._loop import Part, run_loop
 
 
 def embodied(simulator_s: float, policy_s: float, *, simulator_kind: str = "cuda") -> sched_pb2.PlanRequest:
@@ -39,6 +42,30 @@ def embodied(simulator_s: float, policy_s: float, *, simulator_kind: str = "cuda
     return sched_pb2.PlanRequest(workflow=graph, profile=profile, cluster=cluster)
 
 
+def ring_seconds(parts: Mapping[str, float], servers: Mapping[str, str], rounds: int, batches: int) -> float:
+    """Seconds until `batches` equal batches have each gone `rounds` times round the parts, first come first served.
+
+    Args:
+        parts: Seconds of one batch at each part, in ring order.
+        servers: By part, what it occupies: parts with one server take turns on it.
+    """
+    names = list(parts)
+    free = dict.fromkeys(servers.values(), 0.0)
+    heap = [(0.0, batch, 0) for batch in range(batches)]  # by arrival: each part serves in that order
+    heapq.heapify(heap)
+    last, arrivals = 0.0, batches
+    while heap:
+        ready, _, step = heapq.heappop(heap)
+        part = names[step % len(names)]
+        end = max(ready, free[servers[part]]) + parts[part]
+        free[servers[part]] = end
+        last = max(last, end)
+        if step + 1 < rounds * len(names):
+            arrivals += 1
+            heapq.heappush(heap, (end, arrivals, step + 1))
+    return last
+
+
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     st.lists(st.floats(0.01, 10), min_size=1, max_size=4),
@@ -53,9 +80,54 @@ def test_the_formula_of_a_ring_is_what_a_ring_takes(parts: list[float], rounds: 
     assert clock == pytest.approx(formula, rel=0.01)
 
 
-def test_parts_on_one_server_take_their_sum() -> None:
-    parts = {"a": 1.0, "b": 2.0}
-    assert ring_seconds(parts, dict.fromkeys(parts, "all"), 3, 1) == pytest.approx(9.0)
+def part(
+    ranks: list[set[int]], seconds: float, *, share: int = 1, switch_s: float = 0.0, emits: tuple[float, ...] = ()
+) -> Part:
+    """A stage whose calls take as long however many items they have."""
+    return Part(
+        ranks=[frozenset(devices) for devices in ranks],
+        share=share,
+        hold=True,
+        onload_s=switch_s,
+        offload_s=switch_s,
+        hand_off_s=0.0,
+        seconds=lambda _: seconds,
+        emits=lambda items: emits[:items] or [1.0] * items,
+    )
+
+
+def test_a_loop_of_single_items_is_a_ring() -> None:
+    """Three items, four rounds, parts of 1 and 2 seconds on devices of their own: the slower part is never idle."""
+    end, done = run_loop([part([{0}], 1.0), part([{1}], 2.0)], items=3, rounds=4)
+    assert end == pytest.approx(1 + 3 * 4 * 2.0)
+    assert len(done) == 3
+
+
+def test_parts_on_one_device_take_turns_and_switch_in_every_round() -> None:
+    """Two ranks, each a device that both parts share: three rounds of (0.5 + 1 + 0.5) + (0.5 + 2 + 0.5)."""
+    shared: list[set[int]] = [{0}, {1}]
+    parts = [part(shared, 1.0, share=2, switch_s=0.5), part(shared, 2.0, share=2, switch_s=0.5)]
+    end, done = run_loop(parts, items=4, rounds=3)
+    assert end == pytest.approx(3 * (2.0 + 3.0))
+    assert done[-1] == pytest.approx(end - 0.5)
+
+
+def test_items_go_on_before_the_slowest_of_their_call() -> None:
+    """The second item of each call of the first part takes 9 s longer than the first, which is through long before."""
+    parts = [part([{0}], 10.0, share=2, emits=(0.1, 1.0)), part([{1}], 1.0, share=2)]
+    end, done = run_loop(parts, items=2, rounds=1)
+    assert done == pytest.approx([2.0, 11.0])
+    assert end == pytest.approx(11.0)
+
+
+def test_many_items_are_followed_some_at_a_time() -> None:
+    """1,000 items of one rank in calls of ten, and of 100 ranks that never meet: as long as it takes one of them."""
+    end, _ = run_loop([part([{0}], 1.0, share=1000)], items=1000, rounds=5)
+    assert end == pytest.approx(5.0)
+    ranks: list[set[int]] = [{r} for r in range(100)]
+    end, done = run_loop([part(ranks, 1.0, share=10), part(ranks, 2.0, share=10)], items=1000, rounds=5)
+    assert end == pytest.approx(15.0)
+    assert len(done) == 10
 
 
 def test_a_simulator_that_does_not_scale_gets_few_devices() -> None:
@@ -83,3 +155,11 @@ def test_a_simulator_on_cores_leaves_the_accelerators_to_the_policy() -> None:
     assert best.mode == "temporal"
     assert ids["policy"] == ids["actor"] == list(range(8))
     assert min(ids["simulator"]) >= 8
+
+
+def test_a_group_that_moves_in_step_has_one_rank_in_a_loop() -> None:
+    request = embodied(0.1, 0.05)
+    next(g for g in request.workflow.groups if g.name == "policy").in_step = True
+    next(g for g in request.workflow.groups if g.name == "policy").devices_per_rank = 2
+    policies = [g for p in plan(request).plans for g in p.plan.groups if g.group == "policy"]
+    assert {(len(g.device_ids), g.num_ranks) for g in policies} == {(2, 1)}

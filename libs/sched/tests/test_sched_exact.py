@@ -269,6 +269,7 @@ class Oracle:
             flags = [pinned[0] in self.offloaded] if may or pinned[0] not in self.offloaded else []
         else:
             flags = [False, True] if shared and may else [False]
+        visits = self.spec["cycle"][2] if len(self.nodes[node]) > 1 else 1  # a cycle leaves its devices in every round
         again = bool(pinned) and any(pinned[0] in self.groups(frozenset({m})) for m in range(node))
         found = []
         for seconds, shares, keep, off, run in self.ways(node, chunks, n, beside):
@@ -278,7 +279,8 @@ class Oracle:
                 switch = [self.spec["switch"][g] or (0.0, 0.0) for g in groups] if flag else [(0.0, 0.0)]
                 if again:
                     peak, base = tuple(p - b for p, b in zip(peak, base, strict=True)), (0.0, 0.0)
-                found.append((seconds, sum(s[0] for s in switch), sum(s[1] for s in switch), base, peak, shares))
+                on, off_again = (visits * sum(s[i] for s in switch) for i in (0, 1))
+                found.append((seconds, on, off_again, base, peak, shares))
         return best_of([o for o in found if max(o[4]) <= 1 + 1e-9])  # type: ignore[type-var]
 
     # compositions

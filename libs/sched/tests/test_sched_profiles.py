@@ -8,6 +8,7 @@ import pytest
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched import InputError, fold_spans, merge, plan, usable
+from m2flow.sched._curve import completion_curve, nearest
 
 Make = Callable[..., sched_pb2.PlanRequest]
 BUSY, ONLOAD = flow_pb2.SPAN_KIND_BUSY, flow_pb2.SPAN_KIND_ONLOAD
@@ -133,3 +134,60 @@ def test_calls_in_chunks_leave_no_curve(make_request: Make) -> None:
     spans = [_span("rollout.generate", t, t + 1, items=32, output_after_ns=[1000, 2000]) for t in (0, 1)]
     folded = fold_spans(sched_pb2.Profile(), flow_pb2.Timeline(spans=spans), request.workflow, chosen)
     assert not folded.curves
+
+
+def test_what_passes_between_stages_is_measured(make_request: Make) -> None:
+    """Free devices and ready items, and nobody at work: 0.2 s at the start, 0.1 s to the slower rank of the reward,
+    0.3 s to the actor beside its onload and the rollout's offload, 0.05 s to publication."""
+    request = make_request(2, mode="temporal")
+    chosen = plan(request).plans[0].plan
+    spans = [
+        _span("publish", 0, 9, rank=0, group="rollout", kind=flow_pb2.SPAN_KIND_WAIT_WEIGHTS),
+        _span("rollout.generate", 0.2, 4, inputs=["prompts|0:0"], outputs=["r|a", "r|b"], device_ids=[0, 1]),
+        _span("rollout.generate", 4, 4.5, kind=flow_pb2.SPAN_KIND_OFFLOAD, device_ids=[0, 1]),
+        _span("reward.score", 4.55, 5, rank=0, inputs=["r|a"], outputs=["w|a"], device_ids=[0]),
+        _span("reward.score", 4.6, 5, rank=1, inputs=["r|b"], outputs=["w|b"], device_ids=[1]),
+        _span("actor.train", 5.2, 6.2, kind=ONLOAD, device_ids=[0, 1]),
+        _span("actor.train", 6.3, 8, inputs=["w|a", "w|b"], device_ids=[0, 1]),
+        _span("publish", 8.05, 8.1, device_ids=[0, 1]),
+    ]
+    folded = fold_spans(sched_pb2.Profile(), flow_pb2.Timeline(spans=spans), request.workflow, chosen)
+    found = {h.stage: pytest.approx(h.seconds) for h in folded.hand_offs}
+    assert found == {"actor.train": 0.3, "publish": 0.05, "reward.score": 0.1, "rollout.generate": 0.2}
+    request.profile.transfer_latency_s = 0
+    before = plan(request).plans[0].searched_s
+    request.profile.hand_offs.extend(folded.hand_offs)
+    assert plan(request).plans[0].searched_s == pytest.approx(before + 0.65)
+
+
+def test_items_that_come_out_during_a_call_are_ready_then(make_request: Make) -> None:
+    """The reward's second call waits for an item of the middle of the rollout's: what came out early is no hand-off."""
+    request = make_request(2, mode="spatial")
+    chosen = plan(request).plans[0].plan
+    out = [1_000_000_000, 2_000_000_000]
+    spans = [
+        _span("rollout.generate", 0, 4, outputs=["r|a", "r|b"], output_after_ns=out, device_ids=[0]),
+        _span("reward.score", 1.1, 1.5, inputs=["r|a"], device_ids=[1]),
+        _span("reward.score", 2.3, 2.5, inputs=["r|b"], device_ids=[1]),
+    ]
+    folded = fold_spans(sched_pb2.Profile(), flow_pb2.Timeline(spans=spans), request.workflow, chosen)
+    assert {h.stage: h.seconds for h in folded.hand_offs} == {"reward.score": pytest.approx(0.2)}
+    chosen.staleness = 1
+    assert not fold_spans(sched_pb2.Profile(), flow_pb2.Timeline(spans=spans), request.workflow, chosen).hand_offs
+
+
+def test_curves_are_kept_by_number_of_devices() -> None:
+    curves = [sched_pb2.CompletionCurve(stage="a", devices=n) for n in (0, 2, 16)]
+    assert [nearest(curves, "a", n).devices for n in (1, 2, 5, 8, 64)] == [2, 2, 2, 16, 16]  # type: ignore[union-attr]
+    assert nearest(curves[:1], "a", 8) is curves[0]
+    assert nearest(curves, "b", 8) is None
+
+
+def test_the_curve_of_a_stage_in_a_loop_is_of_one_call() -> None:
+    """Two calls of two items, whose first comes after 0.2 and 0.4 of the call; a call of one item says nothing."""
+    calls = [(0, 10, [2, 10]), (10, 20, [4, 10]), (20, 25, [5])]
+    spans = [_span("policy.act", start, end, output_after_ns=[t * 10**9 for t in out]) for start, end, out in calls]
+    curve = completion_curve("policy.act", spans, 2, in_loop=True)
+    assert curve is not None
+    assert (list(curve.item_fraction), list(curve.time_fraction)) == ([0.5, 1.0], [pytest.approx(0.3), 1.0])
+    assert completion_curve("policy.act", spans, 2, in_loop=False) is None

@@ -60,18 +60,18 @@ def test_what_is_offloaded_does_not_work(session: Session) -> None:
 
 def test_an_iteration_gives_the_same_whatever_the_batches(session: Session) -> None:
     config = SyntheticConfig(item_s=0.0, tail=0.5, samples=2, length=6)
-    spec = [cls.group(config, device_kind="virtual") for cls in (SyntheticRollout, SyntheticReward, SyntheticTrainer)]
-    rollout, reward, trainer = session.start_all([(own, str(place)) for place, own in enumerate(spec)])
+    spec = [cls.group(config, device_kind="virtual") for cls in (SyntheticRollout, SyntheticReward)]
+    rollout, reward = session.start_all([(own, str(place)) for place, own in enumerate(spec)])
     states = []
     for batches in ([items(4)], [items(4)[:1], items(4)[1:]]):
-        trainer.load_state_dict({"moved": 0, "seen": 0}).wait(5)
+        trainer = session.start(SyntheticTrainer.group(config, device_kind="virtual"), "2")
         scored = []
         for batch in batches:
             (samples,) = rollout.work_through(batch).result(5)
             scored += reward.work_through(samples).result(5)[0]
         trainer.work_through(scored[::-1]).wait(5)
-        (state,) = trainer.state_dict().result(5)
-        states.append(state)
+        states += trainer.totals().result(5)
+        session.stop(trainer)
         assert all(sample.groups["prompt"].size == 2 for sample in scored)
     assert states[0] == states[1]
     assert states[0]["seen"] == 8

@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -77,7 +76,9 @@ class ActorWorker(Worker):
         if config.resume:
             # The parameters are the directory's model: the state beside it holds the rest.
             state = load_file(Path(config.resume) / _STATE)
-            self.load_state_dict(_parameters(self._engine.state_dict()) | state)
+            if _STAGE in state:
+                self._imitation.state.copy_(state.pop(_STAGE))
+            self._engine.load_state_dict(_parameters(self._engine.state_dict()) | state)
         loss = PolicyLossConfig(config.clip_low, config.clip_high, config.loss_aggregation)
         self._loss = PolicyLoss(loss, on_policy=config.steps_per_iteration == 1)
         self._minibatch = _Minibatch()
@@ -113,24 +114,22 @@ class ActorWorker(Worker):
         self._step()
         return self._engine.named_weights()
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def shards(self) -> dict[str, Any]:
         """Parameters, optimiser and step count; of a supervised stage, how far it is."""
-        stage = [self._imitation.num_steps, int(self._imitation.is_over)]
-        return self._engine.state_dict() | ({_STAGE: torch.tensor(stage)} if self._imitation.until else {})
+        return self._engine.shards() | ({_STAGE: self._imitation.state} if self._imitation.until else {})
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_shards(self, shards: Mapping[str, Any]) -> None:
         """Becomes what another was."""
-        if _STAGE in state:
-            num_steps, is_over = state[_STAGE].tolist()
-            self._imitation.num_steps, self._imitation.is_over = num_steps, bool(is_over)
-        self._engine.load_state_dict({name: tensor for name, tensor in state.items() if name != _STAGE})
+        if _STAGE in shards:
+            self._imitation.state.copy_(shards[_STAGE])
+        self._engine.load_shards({name: value for name, value in shards.items() if name != _STAGE})
 
     def save_checkpoint(self, directory: str) -> None:
         """Writes what `from_pretrained` loads, and the state that `resume` reads, into an existing directory."""
         path = Path(directory)
         self._engine.save_pretrained(path)
         AutoTokenizer.from_pretrained(Path(self._directory), local_files_only=True).save_pretrained(path)
-        state = self.state_dict()
+        state = self._engine.state_dict() | ({_STAGE: self._imitation.state} if self._imitation.until else {})
         save_file({name: state[name] for name in state.keys() - _parameters(state).keys()}, path / _STATE)
 
     def resident_bytes(self) -> int:
@@ -156,10 +155,7 @@ class ActorWorker(Worker):
     def _learn(self, groups: Sequence[Item]) -> Metrics:
         graded = [sample for group in groups for sample in graded_samples(group)]
         self._minibatch.weight += sum(self._loss.weight(sample.sample) for sample in graded)
-        # Equal rewards give advantages of 0: no gradient, so no pass.
-        teaching = [
-            sample for group in groups if np.any(group.fields["advantages"]) for sample in graded_samples(group)
-        ]
+        teaching = [sample for group in groups if _teaches(group) for sample in graded_samples(group)]
         if not teaching:
             return {}
         return self._engine.accumulate([sample.sample for sample in teaching], self._loss.bind(teaching))
@@ -236,6 +232,11 @@ def _parameters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if name.startswith("param.")}
 
 
+def _teaches(group: Item) -> bool:
+    """Equal rewards give advantages of 0: no gradient, so no pass."""
+    return bool(np.any(group.fields["advantages"]))
+
+
 def _receipt(group: Item, metrics: Metrics) -> Item:
     """A group for the driver: what people and metrics need of it, without its tokens."""
     members = group.members
@@ -254,6 +255,7 @@ def _receipt(group: Item, metrics: Metrics) -> Item:
             "fed": [len(member.fields["completion_ids"]) - _num_own(member) for member in members],
             "clipped": [member.fields["finish_reason"] == "length" for member in members],
             "counts": [dict(member.fields.get("counts", {})) for member in members],
+            "worked_tokens": sum(len(m.fields["completion_ids"]) for m in members) if _teaches(group) else 0,
             "metrics": metrics,
         },
     )

@@ -5,8 +5,7 @@ taken on the worked examples of its problems in place of the samples; once it is
 So what ends it is measured, on problems that were sampled before they were learned from.
 """
 
-from dataclasses import dataclass
-
+import torch
 from torch import Tensor
 
 from m2flow.algos import aggregation, cloning
@@ -16,32 +15,27 @@ from m2flow.worker.engines.trainer import LossInputs, Metrics, Sample
 __all__ = ["Imitation", "imitation_loss", "worked_example"]
 
 
-@dataclass
 class Imitation:
-    """Attributes:
-    until: mean reward of a minibatch's samples that ends the stage; 0: there is no stage.
-    max_steps: steps in which it has to be reached.
-    num_steps: steps that were taken.
-    is_over: whether it has been reached.
-    """
+    """The stage as an actor is in it. `state` int64 [2], live: steps that were taken; 1 once the stage is over."""
 
-    until: float
-    max_steps: int
-    num_steps: int = 0
-    is_over: bool = False
+    def __init__(self, until: float, max_steps: int) -> None:
+        """`until`: mean reward of a minibatch's samples that ends it, within `max_steps` steps; 0: there is none."""
+        self.until = until
+        self.state = torch.zeros(2, dtype=torch.int64)
+        self._max_steps = max_steps
 
     @property
     def is_on(self) -> bool:
         """Whether the next step is taken on worked examples."""
-        return self.until > 0 and not self.is_over
+        return self.until > 0 and not self.state[1]
 
     def stepped(self, success: float) -> Metrics:
         """Notes a step of the stage, whose samples came to `success`. Raises ValueError where it was the last."""
-        self.num_steps += 1
-        self.is_over = success >= self.until
-        if not self.is_over and self.num_steps == self.max_steps:
+        self.state += torch.tensor([1, success >= self.until])
+        num_steps, is_over = self.state.tolist()
+        if not is_over and num_steps == self._max_steps:
             raise ValueError(
-                f"supervised: got a sampled success of {success:.3f} after {self.num_steps} steps, want {self.until}: "
+                f"supervised: got a sampled success of {success:.3f} after {num_steps} steps, want {self.until}: "
                 "look at the samples, then lower supervised.until or raise supervised.max_steps or optimiser.lr"
             )
         return {"supervised/success": success}

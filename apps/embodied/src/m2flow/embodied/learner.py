@@ -63,8 +63,11 @@ class LearnerWorker(Worker):
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=config.lr, betas=config.betas, eps=1e-5, weight_decay=config.weight_decay, fused=True
         )
+        for parameter in self._parameters:
+            zeros = {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
+            self._optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
         if config.resume:
-            self._load_moments(load_file(Path(config.resume) / _STATE))
+            self.load_shards(load_file(Path(config.resume) / _STATE))
 
     @stage
     def judge(self, items: list[Item]) -> Iterator[Item]:
@@ -100,15 +103,15 @@ class LearnerWorker(Worker):
         """The parameters."""
         return {name: tensor.detach() for name, tensor in self._policy.state_dict().items()}
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and the optimiser's moments, by name."""
+    def shards(self) -> dict[str, Tensor]:
+        """Parameters and the optimiser's moments, by name: live."""
         return {f"param.{name}": tensor for name, tensor in self.named_weights().items()} | self._moments()
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_shards(self, shards: Mapping[str, Tensor]) -> None:
         """Becomes what another was."""
-        parameters = {name.removeprefix("param."): value for name, value in state.items() if name.startswith("param.")}
-        self._policy.load_state_dict({name: torch.as_tensor(value) for name, value in parameters.items()})
-        self._load_moments({name: value for name, value in state.items() if not name.startswith("param.")})
+        own = self.shards()
+        for name, value in shards.items():
+            own[name].copy_(value)
 
     def save_checkpoint(self, directory: str) -> None:
         """Writes what `load_policy` reads, and the optimiser's moments, into an existing directory."""
@@ -117,7 +120,7 @@ class LearnerWorker(Worker):
 
     def num_updates(self) -> int:
         """Optimiser steps that were taken, a checkpoint's included."""
-        return int(next((state["step"] for state in self._optimizer.state.values()), 0))
+        return int(self._optimizer.state[self._parameters[0]]["step"])
 
     def resident_bytes(self) -> int:
         """The bytes of parameters, gradients and moments."""
@@ -127,15 +130,8 @@ class LearnerWorker(Worker):
         return {
             f"{moment}.{name}": tensor
             for name, parameter in self._policy.named_parameters()
-            for moment, tensor in self._optimizer.state.get(parameter, {}).items()
+            for moment, tensor in self._optimizer.state[parameter].items()
         }
-
-    def _load_moments(self, moments: Mapping[str, Tensor]) -> None:
-        for name, parameter in self._policy.named_parameters():
-            own = {key.partition(".")[0]: key for key in moments if key.partition(".")[2] == name}
-            if own:
-                state = {moment: torch.as_tensor(moments[key]).clone() for moment, key in own.items()}
-                self._optimizer.state[parameter] = state
 
     def _learn(self, item: Item) -> dict[str, float]:
         config, mask = self._config, item.fields["mask"]

@@ -8,16 +8,15 @@ back, or that its reader vanished, which makes the segment unusable for anything
 import itertools
 import os
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from m2flow.comm import _frames
 from m2flow.comm._frames import Kind, ProtocolError
 from m2flow.comm._mappings import BlockRef, Hold, Mapped, Released
+from m2flow.comm._replies import Awaited, Reply
 from m2flow.comm._segments import Pool, Segment, Slot
 from m2flow.comm._tree import Bytes
 from m2flow.comm.errors import CommError, PayloadError
@@ -27,31 +26,8 @@ from m2flow.proto.comm.v1 import comm_pb2
 # Up to here a copy through the socket is cheaper than a block and its way back.
 INLINE_BYTES = 32 << 10
 
-_T = TypeVar("_T")
 OnReturned = Callable[[bool], None]
 _sessions = itertools.count(1)
-
-
-class Answer(Future[_T]):
-    """A future that comes over a link: whoever waits for it reads the link meanwhile, as no other thread is quicker."""
-
-    link: "Link | None" = None
-
-    def result(self, timeout: float | None = None) -> _T:
-        """Like Future's."""
-        return super().result(self._read(timeout))
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Like Future's."""
-        return super().exception(self._read(timeout))
-
-    def _read(self, timeout: float | None) -> float | None:
-        """Reads the link until this is done or the time is over; returns the time left."""
-        if self.link is None or self.done():
-            return timeout
-        since = time.monotonic()
-        self.link.read_until(self, timeout)
-        return None if timeout is None else max(0.0, timeout - (time.monotonic() - since))
 
 
 class Link(Protocol):
@@ -62,7 +38,8 @@ class Link(Protocol):
 
     def send(self, data: bytes, fd: int | None = None, *, wait: bool = True) -> None: ...
     def wait_sent(self, timeout_s: float) -> bool: ...
-    def read_until(self, future: Future[Any], timeout_s: float | None) -> None: ...
+    def read_until(self, awaited: Awaited, timeout_s: float | None) -> None: ...
+    def interrupt(self, awaited: Awaited) -> None: ...
     def close(self) -> None: ...
     def fail(self, reason: str) -> None: ...
     def abandon(self) -> None: ...
@@ -86,13 +63,15 @@ class Connection:
         self.session = next(_sessions)
         self.incarnation = 0
         self.greeted = False
+        # Whether the other end is an endpoint of this very process.
+        self.within = False
         self.left = False
         self.link: Link
         self._pool = pool
         self._released = released
         self._on_segment_gone = on_segment_gone
         self._ids = itertools.count(1)
-        self._calls: dict[int, Future[bytes]] = {}
+        self._calls: dict[int, Reply] = {}
         self._lost: CommError | None = None
         self._lock = threading.Lock()
         self._announced: set[int] = set()
@@ -101,28 +80,26 @@ class Connection:
 
     # Calls.
 
-    def call(self, kind: Kind, body: bytes) -> tuple[int, "Future[bytes]"]:
-        """Sends a request; returns its id and the future of its answer's body, which fails when the peer is lost."""
+    def call(self, kind: Kind, body: bytes) -> tuple[int, Reply]:
+        """Sends a request; returns its id and its reply, which fails when the peer is lost."""
         request_id = next(self._ids)
-        future: Answer[bytes] = Answer()
-        future.link = self.link
+        reply = Reply(self.link)
         with self._lock:
-            if self._lost is None:
-                self._calls[request_id] = future
-            else:
-                future.set_exception(self._lost)
-                return request_id, future
-        self.send(kind, request_id, body)
-        return request_id, future
+            lost = self._lost
+            if lost is None:
+                self._calls[request_id] = reply
+        if lost is None:
+            self.send(kind, request_id, body)
+        else:
+            reply.resolve(b"", lost)
+        return request_id, reply
 
-    def answered(self, request_id: int, body: bytes) -> bool:
-        """Resolves a call; False when nobody waits for it any more."""
+    def answered(self, request_id: int, body: bytes) -> None:
+        """Resolves a call."""
         with self._lock:
-            future = self._calls.pop(request_id, None)
-        if future is None or not future.set_running_or_notify_cancel():
-            return False
-        future.set_result(body)
-        return True
+            reply = self._calls.pop(request_id, None)
+        if reply is not None:
+            reply.resolve(body)
 
     def send(self, kind: Kind, request_id: int, body: bytes) -> None:
         """Sends a frame; a closed link is not an error here, as its calls fail by themselves."""
@@ -139,9 +116,8 @@ class Connection:
             self._lost = error
             calls, self._calls = self._calls, {}
             lent, self._lent = self._lent, defaultdict(list)
-        for future in calls.values():
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+        for reply in calls.values():
+            reply.resolve(b"", error)
         for callbacks in lent.values():
             for on_returned in callbacks:
                 on_returned(True)
@@ -160,6 +136,8 @@ class Connection:
             return encoded.to_bytes()
         slot = self._pool.take(encoded.size_bytes, timeout_s=timeout_s)
         try:
+            if encoded.from_gpu:
+                slot.segment.pin()
             encoded.write_into(slot.view(encoded.size_bytes))
             return self.lend_slot(slot, encoded.size_bytes)
         finally:

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,8 @@ OnFrame = Callable[[Connection, int, bytes], None]
 OnPromptCall = Callable[[Connection, int, bytes], bool]
 OnGone = Callable[[Connection, bool], None]
 
-_living: "weakref.WeakSet[Fabric]" = weakref.WeakSet()
+# By run and name: the endpoints of this process.
+_living: "weakref.WeakValueDictionary[tuple[int, int, str], Fabric]" = weakref.WeakValueDictionary()
 
 
 class Fabric:
@@ -64,6 +65,8 @@ class Fabric:
         self.pool = Pool(quota_bytes, on_retire=self._retire)
         self.released = Released(self.loop.wake)
         self.mailbox = Mailbox()
+        # The consumers of a channel that is hosted here; none where it is not.
+        self.consumers_of: Callable[[str], Sequence[str]] = _nobody
         self._connect_timeout_s = connect_timeout_s
         # The gRPC side: names and addresses of peers on other hosts, and the module and streams once they are needed.
         self._addresses: dict[str, str] = {}
@@ -93,15 +96,16 @@ class Fabric:
         """
         self._on_frame, self._on_prompt_call = on_frame, on_prompt_call
         self.loop.watch(self._listener.fileno(), READ, self._accept)
+        _living[*self._directory.identity, self.identity.name] = self
         self.loop.start()
-        _living.add(self)
 
     def connection(self, peer: str) -> Connection:
         """Returns the connection to a peer, dialling when there is none. Does not wait for the peer."""
         with self._lock:
             if self._closed:
                 raise CommError(f"endpoint {self.identity.name!r} is closed")
-            connection = self._dialled.get(peer)
+            # What a restarted peer has dialled is found here once the connection of its earlier life has ended.
+            connection = self._dialled.get(peer) or self._accepted.get(peer)
             if connection is not None:
                 return connection
             connection, link = self._new(peer, remote=peer in self._addresses)
@@ -130,12 +134,18 @@ class Fabric:
 
     def in_this_process(self, peer: str) -> "Fabric | None":
         """Returns a peer of the same run whose endpoint is in this very process, if there is one."""
-        if len(_living) == 1:
+        found = _living.get((*self._directory.identity, peer))
+        if found is None or found._closed or not hmac.compare_digest(found.identity.token, self.identity.token):
             return None
-        for fabric in list(_living):
-            if fabric.identity.name == peer and not fabric._closed and fabric._directory.same(self._directory):
-                return fabric if hmac.compare_digest(fabric.identity.token, self.identity.token) else None
-        return None
+        return found
+
+    def stays_here(self, channel: str, host: str) -> bool:
+        """Says whether what is put into a channel need not leave this process: its host and all consumers are in it."""
+        hosting = self.in_this_process(host)
+        if hosting is None:
+            return False
+        consumers = hosting.consumers_of(channel)
+        return bool(consumers) and all(self.in_this_process(name) is not None for name in consumers)
 
     def close(self) -> None:
         """Says goodbye to all peers and frees sockets, thread and memory. Blocks for at most a second a peer."""
@@ -243,6 +253,8 @@ class Fabric:
         try:
             if not connection.greeted:
                 self._first_frame(connection, kind, body)
+            elif (handler := self._on_frame.get(kind)) is not None:
+                handler(connection, request_id, body)
             elif kind is Kind.REPLY:
                 connection.answered(request_id, body)
             elif kind is Kind.SEGMENT:
@@ -255,8 +267,6 @@ class Fabric:
             elif kind is Kind.GOODBYE:
                 connection.left = True
                 connection.link.fail("it closed its endpoint")
-            elif (handler := self._on_frame.get(kind)) is not None:
-                handler(connection, request_id, body)
             else:
                 raise ProtocolError(f"got a {kind.name} frame in mid-conversation")
         except DecodeError as error:
@@ -270,11 +280,15 @@ class Fabric:
             self.identity.refuse(connection, f"its first frame is a {kind.name}, want a HELLO")
         was_accepted = not connection.peer
         self.identity.greet(connection, body)
+        connection.within = self.in_this_process(connection.peer) is not None
         if was_accepted:
             connection.send(Kind.HELLO, 0, self.identity.hello())
             with self._lock:
                 self._accepted[connection.peer] = connection
-                self._dialled.setdefault(connection.peer, connection)
+                dialled = self._dialled.get(connection.peer)
+            if dialled is not None and dialled.link.passes_fds and not (connection.link.passes_fds or dialled.greeted):
+                # Looked for on this host, it has come from another.
+                dialled.link.fail("it connected from another host meanwhile: call it again")
 
     # Endings.
 
@@ -284,14 +298,16 @@ class Fabric:
             for by_name in (self._dialled, self._accepted):
                 if by_name.get(connection.peer) is connection:
                     del by_name[connection.peer]
-        self._lose(connection, PeerLostError(connection.peer, reason))
+            never_met = not connection.greeted and connection.peer in self._accepted
+        self._lose(connection, PeerLostError(connection.peer, reason), and_mail=not never_met)
         if connection.greeted:
             # Peers hang up on an endpoint that has said goodbye: what ends then is no death either.
             self._on_gone(connection, not connection.left and not self._closed)
 
-    def _lose(self, connection: Connection, error: CommError) -> None:
+    def _lose(self, connection: Connection, error: CommError, *, and_mail: bool = True) -> None:
         connection.lose(error)
-        self.mailbox.fail(connection.peer, error)
+        if and_mail:
+            self.mailbox.fail(connection.peer, error)
 
     def _shut(self) -> None:
         with self._lock:
@@ -336,8 +352,13 @@ def _no_call(connection: Connection, request_id: int, body: bytes) -> bool:
     return False
 
 
+def _nobody(channel: str) -> Sequence[str]:
+    """Before the endpoint has started no channel is hosted."""
+    return ()
+
+
 def _abandon_all() -> None:
-    for fabric in list(_living):
+    for fabric in list(_living.values()):
         with contextlib.suppress(OSError):
             fabric._abandon()
 

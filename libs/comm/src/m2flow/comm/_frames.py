@@ -31,6 +31,9 @@ class Kind(enum.IntEnum):
     REPLY = 10  # CallResponse or ChannelResponse
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 class FrameParser:
     """Cuts frames out of bytes that arrive in pieces of any size."""
 
@@ -67,7 +70,7 @@ def parse_header(data: memoryview | bytes | bytearray, at: int, limit: int) -> t
     length, kind, request_id = HEADER.unpack_from(data, at)
     if length > limit:
         raise ProtocolError(f"got a frame of {length} bytes, want at most {limit}")
-    try:
-        return length, Kind(kind), request_id
-    except ValueError as error:
-        raise ProtocolError(f"got a frame of kind {kind}, want 1 to {max(Kind)}") from error
+    found = _KINDS.get(kind)
+    if found is None:
+        raise ProtocolError(f"got a frame of kind {kind}, want 1 to {max(Kind)}")
+    return length, found, request_id

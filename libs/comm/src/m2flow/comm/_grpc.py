@@ -22,6 +22,7 @@ from m2flow.comm import _frames
 from m2flow.comm._frames import FrameParser, Kind, frame
 from m2flow.comm._handshake import VERSION
 from m2flow.comm._loop import Loop
+from m2flow.comm._replies import Awaited
 from m2flow.comm.errors import CommError
 from m2flow.comm.tls import Tls
 from m2flow.proto.comm.v1 import comm_pb2
@@ -101,8 +102,11 @@ class GrpcLink:
         with self._lock:
             return self._drained.wait_for(lambda: not self._out_bytes or self._closed, timeout_s)
 
-    def read_until(self, future: "Future[Any]", timeout_s: float | None) -> None:
+    def read_until(self, awaited: Awaited, timeout_s: float | None) -> None:
         """Does nothing: a stream is read by its own thread."""
+
+    def interrupt(self, awaited: Awaited) -> None:
+        """Does nothing: nobody waits in `read_until`."""
 
     def close(self) -> None:
         """Ends the stream. `on_closed` is not called."""
@@ -199,7 +203,7 @@ class Streams:
 
     def dial(self, address: str, link: GrpcLink) -> None:
         """Connects a link to an address, in the background; the link fails when that fails."""
-        self.call(lambda: self._keep(self._dial(address, link)))
+        self.call(lambda: self._keep(self._dial_or_fail(address, link)))
 
     def close(self) -> None:
         """Ends all streams and the thread. Blocks until then."""
@@ -253,6 +257,13 @@ class Streams:
         authority = self._tls.authority.read_bytes()
         credentials = grpc.ssl_server_credentials([pair], authority, require_client_auth=True)
         return int(server.add_secure_port(address, credentials))
+
+    async def _dial_or_fail(self, address: str, link: GrpcLink) -> None:
+        try:
+            await self._dial(address, link)
+        except Exception as error:
+            # Certificates that cannot be read, say: whoever has called over this link must hear of it.
+            self._io_loop.call(partial(link.fail, f"{address} cannot be dialled: {error}"))
 
     async def _dial(self, address: str, link: GrpcLink) -> None:
         async with self._open(address) as channel:

@@ -12,8 +12,9 @@ from m2flow.comm._index import Caller, ChannelIndex, Entry, Held, Refusal
 from m2flow.comm._items import add_payloads, column, rows
 from m2flow.comm._mappings import BlockRef
 from m2flow.comm._parking import Parking
+from m2flow.comm._references import Reference, is_reference, referenced
 from m2flow.comm._views import Filter
-from m2flow.comm.payload import has_pickle
+from m2flow.comm.payload import encode, has_pickle
 from m2flow.proto.comm.v1 import comm_pb2
 
 
@@ -78,6 +79,11 @@ class ChannelHost:
             return self._indexes[name]
         except KeyError:
             raise ValueError(f"channel {name!r} is not hosted here, want one of {sorted(self._indexes)}") from None
+
+    def consumers_of(self, name: str) -> Sequence[str]:
+        """Returns the consumers of a channel; none where it is not hosted here. Any thread may ask."""
+        index = self._indexes.get(name)
+        return () if index is None else tuple(index.members.consumers)
 
     def on_request(self, connection: Connection, request_id: int, body: bytes) -> None:
         """Handles a CHANNEL frame."""
@@ -156,10 +162,16 @@ def _entries(connection: Connection, items: comm_pb2.Items) -> list[Entry]:
             iteration,
             peer,
             tombstone,
-            payload if isinstance(payload, bytes) else Passed(connection, payload),
+            _taken_in(payload, connection),
         )
         for id, key, weight, tombstone, iteration, _, _, payload in rows(items)
     ]
+
+
+def _taken_in(payload: bytes | comm_pb2.Block, connection: Connection) -> Held | bytes:
+    if isinstance(payload, bytes):
+        return payload
+    return referenced(payload) if is_reference(payload) else Passed(connection, payload)
 
 
 def _filter(request: comm_pb2.GetRequest) -> Filter:
@@ -172,15 +184,17 @@ def _filter(request: comm_pb2.GetRequest) -> Filter:
 def _answer(connection: Connection, request_id: int, entries: Sequence[Entry], refusal: Refusal | None) -> None:
     response = comm_pb2.ChannelResponse()
     if entries:
-        items = response.items
-        items.ids.extend(column([entry.id for entry in entries], ""))
-        items.keys.extend(column([entry.key for entry in entries], ""))
-        items.weights.extend(column([entry.weight for entry in entries], 0.0))
-        items.tombstones.extend(column([entry.tombstone for entry in entries], ""))
-        items.iterations.extend(column([entry.iteration for entry in entries], 0))
-        items.producers.extend(column([entry.producer for entry in entries], ""))
-        items.leases.extend([entry.lease for entry in entries])
+        items = comm_pb2.Items(
+            ids=column([entry.id for entry in entries], ""),
+            keys=column([entry.key for entry in entries], ""),
+            weights=column([entry.weight for entry in entries], 0.0),
+            tombstones=column([entry.tombstone for entry in entries], ""),
+            iterations=column([entry.iteration for entry in entries], 0),
+            producers=column([entry.producer for entry in entries], ""),
+            leases=[entry.lease for entry in entries],
+        )
         add_payloads(items, [_given(entry.payload, connection) for entry in entries])
+        response = comm_pb2.ChannelResponse(items=items)
     if refusal is not None:
         response.failure.CopyFrom(
             comm_pb2.Failure(type=refusal.type, message=refusal.message, peers=refusal.peers),
@@ -191,8 +205,11 @@ def _answer(connection: Connection, request_id: int, entries: Sequence[Entry], r
 def _given(payload: Held | bytes, reader: Connection) -> bytes | comm_pb2.Block:
     if isinstance(payload, bytes):
         return payload
-    assert isinstance(payload, Passed)
-    return payload.give(reader)
+    if isinstance(payload, Passed):
+        return payload.give(reader)
+    assert isinstance(payload, Reference)
+    # A consumer in another process has joined since it was put. It was found to have an encoding then.
+    return payload.block if reader.within else encode(payload.tree).to_bytes()
 
 
 def _answer_stats(connection: Connection, request_id: int, index: ChannelIndex) -> None:

@@ -200,7 +200,8 @@ class ChannelIndex:
         state.ended.add(iteration)
         self._forget_iteration(iteration)
         caller.answer((), None)
-        self._settle()
+        if self.members.over(iteration):
+            self._settle()
 
     def close(self, caller: Caller) -> None:
         """Lets a member leave; from one who is none, ends the channel for all."""
@@ -351,35 +352,48 @@ class ChannelIndex:
         """Queues entries but those seen already; returns the filters that the others pass."""
         touched: set[Filter] = set()
         last: tuple[Filter, ...] = ()
-        counts, append = self.counts, self._queue.append
+        fresh = self._fresh(entries)
+        for entry in fresh:
+            self._num_orders = entry.order = self._num_orders + 1
+            entry.filters = filters_of(entry.key, entry.iteration, self._route_of(entry.key) if self._by_key else "")
+            if entry.filters is not last:
+                last = entry.filters
+                touched.update(last)
+        self._queue.append(fresh)
+        return touched
+
+    def _fresh(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Counts entries, and drops those whose id was seen in their iteration."""
+        fresh: list[Entry] = []
         for entry in entries:
             if entry.id:
                 seen = self._seen.setdefault(entry.iteration, set())
                 if entry.id in seen:
-                    counts.dropped += 1
+                    self.counts.dropped += 1
                     _drop((entry,))
                     continue
                 seen.add(entry.id)
-            counts.put += 1
             if entry.tombstone:
-                counts.tombstones += 1
-            self._num_orders = entry.order = self._num_orders + 1
-            entry.filters = filters_of(entry.key, entry.iteration, self._route_of(entry.key) if self._by_key else "")
+                self.counts.tombstones += 1
             self._remaining[entry.iteration] = self._remaining.get(entry.iteration, 0) + 1
-            append(entry)
-            if entry.filters is not last:
-                last = entry.filters
-                touched.update(last)
-        return touched
+            fresh.append(entry)
+        self.counts.put += len(fresh)
+        return fresh
 
     # Taking.
 
     def _serve_some(self, filters: Iterable[Filter]) -> bool:
         served = False
+        # What is too little for one is too little for all who wait for as much of the same, however many there are.
+        too_much: dict[Filter, float] = {}
         for get in self._waiting.in_order(filters):
+            if get.enough >= too_much.get(get.wanted, float("inf")):
+                continue
             if self._serve(get):
                 self._waiting.remove(get)
                 served = True
+            else:
+                too_much[get.wanted] = get.enough
         return served
 
     def _settle(self) -> None:

@@ -22,17 +22,21 @@ class Row(NamedTuple):
     payload: bytes | comm_pb2.Block
 
 
-def column(values: list[_T], default: _T) -> Sequence[_T]:
+def column(values: Sequence[_T], default: _T) -> Sequence[_T]:
     """Returns the values as they are sent: one where all are equal, none where all are the default."""
-    if values and values.count(values[0]) == len(values):
-        return () if values[0] == default else values[:1]
+    first = values[0]
+    if values[-1] == first and values.count(first) == len(values):
+        return () if first == default else values[:1]
     return values
 
 
 def add_payloads(items: comm_pb2.Items, payloads: Sequence[bytes | comm_pb2.Block]) -> None:
     """Writes the items' payloads."""
-    items.payloads.extend([payload if type(payload) is bytes else b"" for payload in payloads])
-    items.blocks.extend([payload for payload in payloads if isinstance(payload, comm_pb2.Block)])
+    blocks = [payload for payload in payloads if isinstance(payload, comm_pb2.Block)]
+    if blocks:
+        items.blocks.extend(blocks)
+        payloads = [payload if isinstance(payload, bytes) else b"" for payload in payloads]
+    items.payloads.extend(payloads)  # type: ignore[arg-type]
 
 
 def rows(items: comm_pb2.Items) -> Iterator[tuple[str, str, float, str, int, str, int, bytes | comm_pb2.Block]]:

@@ -1,12 +1,15 @@
 """What a consumer is handed, and the request that brings it: answered, timed out or withdrawn, never losing an item."""
 
+import contextlib
 import sys
 import time
-from concurrent.futures import Future
+from collections.abc import Sequence
 
 from m2flow.comm._connection import Connection
 from m2flow.comm._frames import Kind
 from m2flow.comm._items import rows
+from m2flow.comm._references import Reference, is_reference, referenced
+from m2flow.comm._replies import Reply
 from m2flow.comm._tree import Bytes
 from m2flow.comm.errors import (
     ChannelClosedError,
@@ -28,14 +31,28 @@ class Lease:
     """An item that this consumer has until it acknowledges it; should it die before, another is given the item.
 
     `item` is decoded when it is first asked for. Its arrays lie in the producer's shared memory and are read-only:
-    the next reader of an unacknowledged item must find what the producer wrote.
+    the next reader of an unacknowledged item must find what the producer wrote. Where the channel stays within one
+    process the item is the producer's own object, which for the same reason nobody may change.
     """
 
-    __slots__ = ("_data", "_item", "_unpickles", "id", "iteration", "key", "number", "producer", "tombstone", "weight")
+    __slots__ = (
+        "_data",
+        "_device",
+        "_item",
+        "_unpickles",
+        "id",
+        "iteration",
+        "key",
+        "number",
+        "producer",
+        "tombstone",
+        "weight",
+    )
 
     def __init__(
         self,
         connection: Connection,
+        device: str | None,
         id: str,
         key: str,
         weight: float,
@@ -52,16 +69,21 @@ class Lease:
         self.producer = producer
         self.tombstone = tombstone
         self.number = number
+        self._device = device
         self._unpickles = connection.unpickles
-        self._data: bytes | Bytes | None = connection.open(payload)
+        self._data: bytes | Bytes | None = None
         self._item: Tree = None
+        if not isinstance(payload, bytes) and is_reference(payload):
+            self._item = referenced(payload).tree
+        else:
+            self._data = connection.open(payload)
 
     @property
     def item(self) -> Tree:
         """The item's tree; None for a tombstone. Raises PayloadError where it cannot be decoded here."""
         if self._data is not None:
             if not self.tombstone:
-                self._item = decode(self._data, allow_pickle=self._unpickles)
+                self._item = decode(self._data, allow_pickle=self._unpickles, device=self._device)
             self._data = None
         return self._item
 
@@ -79,13 +101,19 @@ class Asked:
         request: comm_pb2.ChannelRequest,
         key: str | None,
         iteration: int | None,
+        *,
+        references: Sequence[Reference] = (),
+        device: str | None = None,
     ) -> None:
+        self._device = device
+        # Kept until the channel has answered: then it holds them.
+        self._references = references
         self._channel = channel
         self._connection = connection
         self._key = key
         self._iteration = iteration
         self._since = time.monotonic()
-        self._id, self._future = connection.call(Kind.CHANNEL, request.SerializeToString())
+        self._id, self._reply = connection.call(Kind.CHANNEL, request.SerializeToString())
 
     def wait(self, timeout_s: float | None) -> list[Lease]:
         """Blocks for the answer; returns the leases in it."""
@@ -95,11 +123,11 @@ class Asked:
         """Blocks for the answer, or until it is withdrawn after `timeout_s`; raises what it says went wrong."""
         try:
             try:
-                body = self._future.result(timeout_s)
+                body = self._reply.result(timeout_s)
             except TimeoutError:
                 # The index answers a withdrawn request at once: with the items, where they had just been given out.
                 self._connection.send(Kind.CANCEL, self._id, b"")
-                body = self._future.result(_CANCEL_TIMEOUT_S)
+                body = self._reply.result(_CANCEL_TIMEOUT_S)
         except TimeoutError:
             self._withdraw()
             raise self._timed_out((self._connection.peer,)) from None
@@ -114,20 +142,29 @@ class Asked:
         """Waits for the answer on the running event loop; returns the leases in it."""
         # Whoever awaits has imported it; for all others it would be a quarter of the time to import this package.
         asyncio = sys.modules["asyncio"]
+        events = asyncio.get_running_loop()
+        answered = events.create_future()
+
+        def tell(_: Reply) -> None:
+            # A loop that has been closed meanwhile waits for nothing.
+            with contextlib.suppress(RuntimeError):
+                events.call_soon_threadsafe(lambda: answered.done() or answered.set_result(None))
+
+        self._reply.add_done_callback(tell)
         try:
-            # Shielded: the answer to a cancelled wait must still be heard, to give back the items in it.
-            body = await asyncio.shield(asyncio.wrap_future(self._future))
+            await answered
         except asyncio.CancelledError:
+            # The answer to a cancelled wait must still be heard, to give back the items in it.
             self._withdraw()
             raise
-        return self._leases(self._parse(body))
+        return self._leases(self._parse(self._reply.result()))
 
     def _withdraw(self) -> None:
         self._connection.send(Kind.CANCEL, self._id, b"")
-        self._future.add_done_callback(self._give_back)
+        self._reply.add_done_callback(self._give_back)
 
-    def _give_back(self, done: "Future[bytes]") -> None:
-        if done.exception() is not None:
+    def _give_back(self, done: Reply) -> None:
+        if done.error() is not None:
             return
         leases = self._leases(comm_pb2.ChannelResponse.FromString(done.result()))
         if leases:
@@ -136,7 +173,10 @@ class Asked:
             self._connection.send(Kind.CHANNEL, 0, request.SerializeToString())
 
     def _leases(self, response: comm_pb2.ChannelResponse) -> list[Lease]:
-        return [Lease(self._connection, *row) for row in rows(response.items)]
+        if not response.HasField("items"):
+            return []
+        connection = self._connection
+        return [Lease(connection, self._device, *row) for row in rows(response.items)]
 
     def _parse(self, body: bytes) -> comm_pb2.ChannelResponse:
         response = comm_pb2.ChannelResponse.FromString(body)

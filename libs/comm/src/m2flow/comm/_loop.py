@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 _log = logging.getLogger("m2flow.comm")
 
@@ -133,10 +132,11 @@ class Loop:
                 if fd == self._event:
                     os.eventfd_read(self._event)
                 elif (ready := self._ready.get(fd)) is not None:
-                    self._guard(partial(ready, events))
+                    self._guard(ready, events)
                 ready = None
             self._awake = False
-            self._run_due()
+            if self._timers:
+                self._run_due()
             while self._calls:
                 self._guard(self._calls.popleft())
         with self._writing:
@@ -162,9 +162,9 @@ class Loop:
             if timer.call is not None:
                 self._guard(timer.call)
 
-    def _guard(self, call: Callable[[], None]) -> None:
+    def _guard(self, call: Callable[..., None], *arguments: int) -> None:
         try:
-            call()
+            call(*arguments)
         except Exception:
             # Our own defect: other connections must not stop for it, and nobody may miss it.
             _log.exception("m2flow.comm: an io callback failed")

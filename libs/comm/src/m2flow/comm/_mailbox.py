@@ -5,7 +5,7 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
-from m2flow.comm._connection import Answer
+from m2flow.comm._replies import Answer
 from m2flow.comm.errors import CommError
 from m2flow.comm.payload import Tree
 

@@ -56,7 +56,7 @@ class Members:
 
     def lost_owing(self, iteration: int | None) -> list[str]:
         """Names those of them that died without a successor."""
-        return [name for name in self.owing(iteration) if self.producers[name].lost]
+        return [name for name, state in self.producers.items() if state.lost and state.owes(iteration)]
 
     def announce_successor(self, lost: str, successor: str) -> None:
         """Lets a producer that died, or will, be followed by another, which consumers then wait for."""

@@ -3,6 +3,8 @@
 import os
 import socket
 from collections import deque
+from collections.abc import Iterator
+from typing import Protocol
 
 from m2flow.comm import _frames
 from m2flow.comm._frames import HEADER, Kind, ProtocolError
@@ -11,6 +13,14 @@ from m2flow.comm.errors import CommError
 _BUFFER_BYTES = 256 << 10
 _MAX_FDS = 64
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_FDS * 4)
+# As plain numbers: arithmetic on an enum's members costs microseconds.
+_CLOEXEC, _CUT_SHORT = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
+
+
+class Limits(Protocol):
+    """How long a body may be: more once the other end is believed, perhaps from one frame to the next."""
+
+    body_limit: int
 
 
 class Receiver:
@@ -27,9 +37,7 @@ class Receiver:
     def receive(self, connected: socket.socket) -> bool:
         """Takes what the socket has, without waiting; says whether it had anything. Raises CommError at its end."""
         try:
-            size, ancillary, flags, _ = connected.recvmsg_into(
-                [self._view[self._end :]], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-            )
+            size, ancillary, flags, _ = connected.recvmsg_into([self._view[self._end :]], _ANCILLARY_BYTES, _CLOEXEC)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -37,35 +45,34 @@ class Receiver:
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._fds.extend(memoryview(data[: len(data) // 4 * 4]).cast("i"))
-        if flags & socket.MSG_CTRUNC:
+        if flags & _CUT_SHORT:
             raise ProtocolError(f"got more than {_MAX_FDS} descriptors at once")
         if not size:
             raise CommError("its connection closed without a goodbye")
         self._end += size
         return True
 
-    def next_frame(self, limit: int) -> tuple[Kind, int, bytes, int | None] | None:
-        """Cuts the next whole frame: kind, id, body and, for a segment, its descriptor; None when there is none.
+    def frames(self, limits: Limits) -> Iterator[tuple[Kind, int, bytes, int | None]]:
+        """Cuts whole frames: kind, id, body and, for a segment, its descriptor. Each is cut when it is asked for.
 
-        Raises ProtocolError for a frame whose body is longer than `limit`, or that lacks its descriptor.
+        Raises ProtocolError for a frame whose body is longer than the limit, or that lacks its descriptor.
         """
-        arrived = self._end - self._start
-        if arrived < HEADER.size:
-            self._make_room(HEADER.size)
-            return None
-        length, kind, request_id = _frames.parse_header(self._buffer, self._start, limit)
-        size = HEADER.size + length
-        if arrived < size:
-            self._make_room(size)
-            return None
-        at = self._start + HEADER.size
-        self._start += size
-        body = bytes(self._view[at : self._start])
-        if kind is not Kind.SEGMENT:
-            return kind, request_id, body, None
-        if not self._fds:
-            raise ProtocolError("got a segment without its descriptor")
-        return kind, request_id, body, self._fds.popleft()
+        wanted = HEADER.size
+        while self._end - self._start >= wanted:
+            length, kind, request_id = _frames.parse_header(self._buffer, self._start, limits.body_limit)
+            at = self._start + HEADER.size
+            if self._end - at < length:
+                wanted += length
+                break
+            self._start = at + length
+            body = bytes(self._view[at : self._start])
+            if kind is not Kind.SEGMENT:
+                yield kind, request_id, body, None
+            elif self._fds:
+                yield kind, request_id, body, self._fds.popleft()
+            else:
+                raise ProtocolError("got a segment without its descriptor")
+        self._make_room(wanted)
 
     def close(self) -> None:
         """Closes the descriptors that nobody has taken."""

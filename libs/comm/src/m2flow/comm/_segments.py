@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from m2flow.comm import _torch
 from m2flow.comm._tree import Bytes
 from m2flow.comm.errors import CommError
 
@@ -39,8 +40,16 @@ class Segment:
         self.abandoned = False
         self.slots_in_use = 0
         self.cut_bytes = 0
+        self._pinned: bool | None = None
+
+    def pin(self) -> None:
+        """Pins the segment for copies from a GPU, once; where CUDA refuses, such copies are slower and as right."""
+        if self._pinned is None:
+            self._pinned = _torch.pin(self.bytes)
 
     def __del__(self) -> None:
+        if self._pinned:
+            _torch.unpin(self.bytes)
         os.close(self.fd)
 
 

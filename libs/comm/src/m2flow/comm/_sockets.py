@@ -26,7 +26,8 @@ class SocketDirectory:
             mode = oct(stat.S_IMODE(found.st_mode))
             raise ValueError(f"got directory {path} of uid {found.st_uid}, mode {mode}, want one's own with mode 0o700")
         self.path = path
-        self._identity = (found.st_dev, found.st_ino)
+        # The same whatever path led there.
+        self.identity = (found.st_dev, found.st_ino)
         self._fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def listen(self, name: str) -> tuple[socket.socket, int]:
@@ -71,10 +72,6 @@ class SocketDirectory:
         with contextlib.suppress(FileNotFoundError):
             if self._inode(name) == inode:
                 os.unlink(f"{name}.sock", dir_fd=self._fd)
-
-    def same(self, other: "SocketDirectory") -> bool:
-        """Says whether two are one directory, whatever path led there."""
-        return self._identity == other._identity
 
     def close(self) -> None:
         """Frees the directory's descriptor."""

@@ -43,8 +43,8 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def to_bytes(tensor: Any) -> tuple[int, tuple[int, ...], npt.NDArray[np.uint8]]:
-    """Returns a tensor's dtype code, shape and elements as bytes; a view where the tensor is contiguous on the CPU.
+def code_of(tensor: Any) -> int:
+    """Returns a tensor's dtype code.
 
     Raises PayloadError for layouts that are no dense array (sparse, quantised) and for dtypes not in the list.
     """
@@ -59,10 +59,43 @@ def to_bytes(tensor: Any) -> tuple[int, tuple[int, ...], npt.NDArray[np.uint8]]:
     code = _CODES.get(name)
     if code is None:
         raise PayloadError(f"got a tensor of dtype {name}, want one of {', '.join(DTYPE_NAMES)}")
-    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    if dense.numel() == 0:
-        return code, tuple(tensor.shape), np.empty(0, np.uint8)
-    return code, tuple(tensor.shape), dense.reshape(-1).view(torch.uint8).numpy()
+    return code
+
+
+def flat(tensor: Any) -> Any:
+    """Returns a tensor's elements in order as a uint8 tensor of shape [bytes] where they lie; a view if contiguous."""
+    torch = sys.modules["torch"]
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.reshape(-1).view(torch.uint8) if dense.numel() else dense.new_empty(0, dtype=torch.uint8)
+
+
+def on_gpu(flat: Any) -> bool:
+    """Says whether a tensor lies where only a copy brings it to the host."""
+    return bool(flat.device.type != "cpu")
+
+
+def copy_into(flat: Any, target: npt.NDArray[np.uint8]) -> None:
+    """Copies a uint8 tensor of shape [bytes], from wherever it lies, to host memory. Blocks until it is there."""
+    importlib.import_module("torch").from_numpy(target).copy_(flat)
+
+
+def pin(data: npt.NDArray[np.uint8]) -> bool:
+    """Pins host memory, so that a GPU reads and writes it at full speed; says whether CUDA did."""
+    cudart = importlib.import_module("torch").cuda.cudart()
+    return int(cudart.cudaHostRegister(data.ctypes.data, data.size, 0)) == 0
+
+
+def unpin(data: npt.NDArray[np.uint8]) -> None:
+    """Ends what `pin` did, before the memory is unmapped."""
+    importlib.import_module("torch").cuda.cudart().cudaHostUnregister(data.ctypes.data)
+
+
+def to_bytes(tensor: Any) -> tuple[int, tuple[int, ...], npt.NDArray[np.uint8]]:
+    """Returns a tensor's dtype code, shape and elements as bytes; a view where the tensor is contiguous on the CPU.
+
+    Raises PayloadError like `code_of`.
+    """
+    return code_of(tensor), tuple(tensor.shape), flat(tensor).cpu().numpy()
 
 
 def item_size(code: int) -> int:
@@ -78,6 +111,12 @@ def from_bytes(code: int, shape: tuple[int, ...], data: npt.NDArray[np.uint8]) -
     if data.size == 0:
         return torch.empty(shape, dtype=_dtype(code))
     return torch.from_numpy(data).view(_dtype(code)).reshape(shape)
+
+
+def empty(code: int, shape: tuple[int, ...], device: Any) -> Any:
+    """Returns a tensor on a device whose elements are yet to be written; raises PayloadError for an unknown code."""
+    item_size(code)
+    return importlib.import_module("torch").empty(shape, dtype=_dtype(code), device=device)
 
 
 def _dtype(code: int) -> Any:

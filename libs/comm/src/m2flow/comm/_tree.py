@@ -7,7 +7,7 @@ before anything is made from it.
 import math
 import pickle
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -52,14 +52,20 @@ class Pickled:
 
 
 class TreeWriter:
-    """Writes a tree: `out` holds its tagged bytes, `parts` the arrays beside it, each as flat bytes in tree order."""
+    """Writes a tree: `out` holds its tagged bytes, `parts` the arrays beside it, each as flat bytes in tree order.
 
-    __slots__ = ("_depth", "out", "parts", "pickles")
+    A part is bytes, a uint8 array or, on a GPU, a uint8 tensor, of shape [bytes].
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_depth", "_lift", "lifted", "out", "parts", "pickles")
+
+    def __init__(self, lift: Callable[[Any], bool] | None = None) -> None:
         self.pickles = False
+        self._lift = lift
+        # The tensors that travel by a way of their own, in order.
+        self.lifted: list[Any] = []
         self.out = bytearray()
-        self.parts: list[Bytes | bytes] = []
+        self.parts: list[Any] = []
         self._depth = 0
 
     def write(self, value: Any) -> None:
@@ -72,10 +78,14 @@ class TreeWriter:
             self._text(record.name)
             self.out += _U32.pack(record.check)
             self._all([getattr(value, name) for name in record.fields])
+        elif _torch.is_tensor(value) and self._lift is not None and self._lift(value):
+            self.out += _TAG_U32.pack(b"L", len(self.lifted))
+            self.lifted.append(value)
         elif _torch.is_tensor(value):
-            code, shape, data = _torch.to_bytes(value)
-            self.out += b"T" + _ARRAY.pack(code, len(shape)) + struct.pack(f"<{len(shape)}Q", *shape)
-            self.parts.append(data)
+            code, flat = _torch.code_of(value), _torch.flat(value)
+            self.out += b"T" + _ARRAY.pack(code, value.ndim) + struct.pack(f"<{value.ndim}Q", *value.shape)
+            # From a GPU it is copied once, when it is written.
+            self.parts.append(flat if _torch.on_gpu(flat) else flat.numpy())
         elif isinstance(value, np.generic):
             self._array(b"G", np.asarray(value))
         else:
@@ -135,15 +145,26 @@ class TreeWriter:
         self._all(value)
 
     def _dict(self, value: dict[Any, Any]) -> None:
-        self.out += _TAG_U32.pack(b"m", len(value))
+        out = self.out
+        out += _TAG_U32.pack(b"m", len(value))
         self._enter()
         write = self.write
         for key, item in value.items():
             if type(key) is str and len(key) <= _MAX_KEY:
-                self.out += _key(key)
+                out += _key(key)
             else:
                 write(key)
-            write(item)
+            # What most items are made of is written in line: a call costs as much as the value.
+            kind = type(item)
+            if kind is int and _I64_MIN <= item <= _I64_MAX:
+                out += _TAG_I64.pack(b"i", item)
+            elif kind is float:
+                out += _TAG_F64.pack(b"d", item)
+            elif kind is bytes and len(item) <= INLINE_BYTES:
+                out += _TAG_U32.pack(b"b", len(item))
+                out += item
+            else:
+                write(item)
         self._depth -= 1
 
     def _pickled(self, value: Pickled) -> None:
@@ -197,10 +218,20 @@ class TreeReader:
     read in line, as this is the path of every item; positions are passed along instead of kept.
     """
 
-    __slots__ = ("_data", "_depth", "_next_part", "_size", "_unpickles")
+    __slots__ = ("_data", "_depth", "_device", "_lifted", "_next_part", "_size", "_unpickles")
 
-    def __init__(self, data: bytes, next_part: Callable[[int], Bytes], *, unpickles: bool) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        next_part: Callable[[int], Bytes],
+        *,
+        unpickles: bool,
+        lifted: Sequence[Any] = (),
+        device: str | None = None,
+    ) -> None:
         self._unpickles = unpickles
+        self._device = device
+        self._lifted = lifted
         self._data = data
         self._size = len(data)
         self._depth = 0
@@ -298,19 +329,29 @@ class TreeReader:
         return tuple(values), at
 
     def _dict(self, at: int) -> tuple[dict[Any, Any], int]:
-        read, data, size = self.read, self._data, self._size
+        read, data, size, u32 = self.read, self._data, self._size, _U32.unpack_from
         tree: dict[Any, Any] = {}
+        value: Any
         count, at = self._count(at), at + 4
         for _ in range(count):
             if data[at] == _STR:
-                end = at + 5 + _U32.unpack_from(data, at + 1)[0]
+                end = at + 5 + u32(data, at + 1)[0]
                 if end > size:
                     raise self._cut(end)
                 key: Any = (_decode_key if end - at <= _MAX_KEY else _decode_text)(data[at + 5 : end])
                 at = end
             else:
                 key, at = read(at)
-            value, at = read(at)
+            tag = data[at]
+            if tag == _INT:
+                value, at = _I64.unpack_from(data, at + 1)[0], at + 9
+            elif tag == _BYTES:
+                end = at + 5 + u32(data, at + 1)[0]
+                if end > size:
+                    raise self._cut(end)
+                value, at = data[at + 5 : end], end
+            else:
+                value, at = read(at)
             try:
                 tree[key] = value
             except TypeError as error:
@@ -363,9 +404,16 @@ class TreeReader:
         shape, at = self._shape(at + 2, ndim)
         data = self._next_part(math.prod(shape) * item_size)
         try:
-            return _torch.from_bytes(code, shape, data if data.flags.writeable else data.copy()), at
+            tensor = _torch.from_bytes(code, shape, data if data.flags.writeable else data.copy())
+            return (tensor if self._device is None else tensor.to(self._device)), at
         except (RuntimeError, TypeError) as error:
             raise PayloadError(f"got a tensor of shape {shape}, which torch refuses: {error}") from error
+
+    def _lift(self, at: int) -> tuple[Any, int]:
+        number = _U32.unpack_from(self._data, at)[0]
+        if number >= len(self._lifted):
+            raise PayloadError(f"got tensor {number} of those beside the payload, want less than {len(self._lifted)}")
+        return self._lifted[number], at + 4
 
 
 def _decode_text(data: bytes) -> str:
@@ -376,7 +424,7 @@ def _decode_text(data: bytes) -> str:
 
 
 _decode_key = lru_cache(maxsize=4096)(_decode_text)
-_STR, _INT, _FLOAT = b"sid"
+_STR, _INT, _FLOAT, _BYTES = b"sidb"
 _READERS: dict[int, Callable[[TreeReader, int], tuple[Any, int]]] = {
     ord("N"): TreeReader._none,
     ord("t"): TreeReader._true,
@@ -393,6 +441,7 @@ _READERS: dict[int, Callable[[TreeReader, int], tuple[Any, int]]] = {
     ord("G"): TreeReader._scalar,
     ord("T"): TreeReader._tensor,
     ord("P"): TreeReader._pickled,
+    ord("L"): TreeReader._lift,
 }
 
 # Every tag that this version reads: what a fuzzer likes to write.

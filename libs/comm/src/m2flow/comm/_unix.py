@@ -16,13 +16,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any
 
 from m2flow.comm import _frames
 from m2flow.comm._frames import Kind
 from m2flow.comm._loop import READ, WRITE, Loop
 from m2flow.comm._receiver import Receiver
+from m2flow.comm._replies import Awaited
 from m2flow.comm.errors import CommError
 
 # Senders that are not the io thread wait above this many bytes not yet taken by the socket.
@@ -61,7 +60,8 @@ class UnixLink:
         self._reading = threading.Lock()
         # What a waiting thread read and the io thread has yet to deal with; a reason stands for the end.
         self._left: deque[_Frame | str] = deque()
-        self._waiting: tuple[Future[Any], int] | None = None
+        self._waiting: Awaited | None = None
+        self._waiting_thread = 0
         self._poll: select.poll | None = None
         self._wake = -1
         self.body_limit = _frames.MAX_HELLO_BYTES
@@ -86,19 +86,32 @@ class UnixLink:
         BrokenPipeError once closed.
         """
         with self._lock:
-            while wait and self._out_bytes > HIGH_WATER_BYTES and not self._closed and not self._loop.inside():
-                self._drained.wait()
+            if self._out_bytes > HIGH_WATER_BYTES and wait and not self._loop.inside():
+                self._drained.wait_for(lambda: self._out_bytes <= HIGH_WATER_BYTES or self._closed)
             if self._closed:
                 raise BrokenPipeError("the link is closed")
-            was_idle = not self._out
+            was_idle = not self._out and self._socket is not None
+            # A thread that deals with a frame while it waits first gets on with its own.
+            writes = was_idle and self._waiting_thread != threading.get_ident()
+            if writes and fd is None:
+                data = self._write(data)
+                if not data:
+                    return
             self._out.append((memoryview(data), None if fd is None else os.dup(fd)))
             self._out_bytes += len(data)
-            if was_idle and self._socket is not None:
-                if self._waiting is not None and self._waiting[1] == threading.get_ident():
-                    # A thread that deals with a frame while it waits: first it gets on with its own.
-                    return
+            if writes:
+                assert self._socket is not None
                 self._flush(self._socket)
                 self._watch()
+
+    def _write(self, data: bytes) -> bytes:
+        """Writes to an idle socket at once; returns what it did not take."""
+        assert self._socket is not None
+        try:
+            return data[self._socket.send(data) :]
+        except OSError:
+            # Full, or dead: what deals with the rest will find out.
+            return data
 
     def wait_sent(self, timeout_s: float) -> bool:
         """Waits until the socket has taken all that was sent; says whether it did in time."""
@@ -227,8 +240,9 @@ class UnixLink:
                     self._watch()
         if events & ~WRITE and self._reading.acquire(blocking=False):
             try:
-                self._deal_with_left()
-                self._receive(self._on_io_thread)
+                if self._left:
+                    self._deal_with_left()
+                self._receive(self._on_frame)
             except CommError as error:
                 self.fail(str(error))
             finally:
@@ -246,40 +260,39 @@ class UnixLink:
         except CommError as error:
             self.fail(str(error))
 
-    def _on_io_thread(self, found: _Frame) -> None:
-        self._on_frame(*found)
-
-    def _receive(self, deal_with: Callable[[_Frame], None]) -> None:
+    def _receive(self, deal_with: OnFrame) -> None:
         """Reads once and deals with every whole frame; raises CommError where the link has ended."""
-        connected = self._socket
-        if connected is None or self._closed or not self._receiver.receive(connected):
+        connected = None if self._closed else self._socket
+        if connected is None or not self._receiver.receive(connected):
             return
-        while not self._closed and (found := self._receiver.next_frame(self.body_limit)) is not None:
-            deal_with(found)
+        for found in self._receiver.frames(self):
+            deal_with(*found)
+            if self._closed:
+                return
 
     # Reading, on a thread that waits.
 
-    def read_until(self, future: "Future[Any]", timeout_s: float | None) -> None:
-        """Reads on the calling thread until a future is done or the time is over.
+    def read_until(self, awaited: Awaited, timeout_s: float | None) -> None:
+        """Reads on the calling thread until what it waits for is done or the time is over.
 
         Returns at once where another thread reads already, or the other end has yet to be believed.
         """
         if self.body_limit == _frames.MAX_HELLO_BYTES or not self._reading.acquire(blocking=False):
             return
         try:
-            if self._begin_waiting(future):
+            if self._begin_waiting(awaited):
                 try:
-                    self._wait(future, timeout_s)
+                    self._wait(awaited, timeout_s)
                 finally:
                     self._end_waiting()
         finally:
             self._reading.release()
 
-    def _begin_waiting(self, future: "Future[Any]") -> bool:
+    def _begin_waiting(self, awaited: Awaited) -> bool:
         with self._lock:
             if self._closed or self._socket is None or self._loop.inside():
                 return False
-            self._waiting = (future, threading.get_ident())
+            self._waiting, self._waiting_thread = awaited, threading.get_ident()
             if self._poll is None:
                 self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
                 self._poll = select.poll()
@@ -288,22 +301,22 @@ class UnixLink:
             if self._out:
                 self._flush(self._socket)
             self._watch()
-        future.add_done_callback(self._interrupt)
         return True
 
     def _end_waiting(self) -> None:
         with self._lock:
-            self._waiting = None
+            self._waiting, self._waiting_thread = None, 0
             if self._closed:
                 self._free()
-            else:
-                self._watch()
+                return
+            # What it has put off sending is left to the io thread: the one that waited has what it waited for.
+            self._watch()
 
-    def _wait(self, future: "Future[Any]", timeout_s: float | None) -> None:
+    def _wait(self, awaited: Awaited, timeout_s: float | None) -> None:
         assert self._poll is not None
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         left_ms: float | None = None
-        while not future.done() and not self._closed:
+        while not awaited.done() and not self._closed:
             if deadline is not None:
                 # One more millisecond rather than none: the kernel's clock for this is coarse.
                 left_ms = (deadline - time.monotonic()) * 1000 + 1
@@ -332,14 +345,14 @@ class UnixLink:
             self._loop.call(self._deal_with_left)
         return not ended
 
-    def _take_or_leave(self, found: _Frame) -> None:
-        if not self._take(*found):
-            self._left.append(found)
+    def _take_or_leave(self, kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
+        if not self._take(kind, request_id, body, fd):
+            self._left.append((kind, request_id, body, fd))
 
-    def _interrupt(self, future: "Future[Any]") -> None:
-        """Wakes the thread that waits for a future, when another thread has resolved it."""
+    def interrupt(self, awaited: Awaited) -> None:
+        """Wakes the thread that waits for something, when another thread has done it."""
         with self._lock:
-            if self._waiting is not None and self._waiting[0] is future and self._waiting[1] != threading.get_ident():
+            if self._waiting is awaited and self._waiting_thread != threading.get_ident():
                 os.eventfd_write(self._wake, 1)
 
 

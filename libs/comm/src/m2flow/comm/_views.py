@@ -88,14 +88,16 @@ class Queue(Generic[E]):
         """Returns every queued entry, in order."""
         return [self._entries[order] for order in sorted(self._entries)]
 
-    def append(self, entry: E) -> None:
-        """Adds an entry whose order is the newest."""
-        self._entries[entry.order] = entry
-        self.weight += entry.weight
-        filters = entry.filters
-        for shape in self._shapes:
-            if shape < len(filters):
-                self._add(filters[shape], entry)
+    def append(self, entries: Iterable[E]) -> None:
+        """Adds entries whose orders are the newest."""
+        shapes = self._shapes
+        for entry in entries:
+            self._entries[entry.order] = entry
+            self.weight += entry.weight
+            filters = entry.filters
+            for shape in shapes:
+                if shape < len(filters):
+                    self._add(filters[shape], entry)
 
     def _add(self, wanted: Filter, entry: E) -> None:
         view = self._views.get(wanted)

@@ -8,18 +8,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from m2flow.comm._connection import INLINE_BYTES, Connection
 from m2flow.comm._frames import Kind
 from m2flow.comm._items import add_payloads, column
 from m2flow.comm._lease import Asked, Lease
+from m2flow.comm._references import Reference
 from m2flow.comm.errors import TimeoutError_
 from m2flow.comm.payload import Encoded, Tree, encode
 from m2flow.proto.comm.v1 import comm_pb2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Put:
+class Put(NamedTuple):
     """One item to put: its tree or, where `tombstone` says why, none. `id` is unique within the iteration.
 
     An item whose id was seen in its iteration is dropped; an empty id is never dropped. `weight` is what `get_batch`
@@ -36,7 +37,9 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counts of one channel: what is in it now, what has happened so far, who waits."""
+    """Counts of one channel: items in it now (`queued`, `leased`), items so far (`put`, `acked`, `dropped` as doubled,
+    `tombstones`, `regiven` after a death), requests that wait, and the sum of the queued items' weights.
+    """
 
     queued: int
     leased: int
@@ -52,12 +55,25 @@ class Stats:
 
 
 class Channel:
-    """One endpoint's client of a channel. Thread-safe; many calls may wait at once, each for its own."""
+    """One endpoint's client of a channel. Thread-safe; many calls may wait at once, each for its own.
 
-    def __init__(self, name: str, host: str, connect: Callable[[str], Connection]) -> None:
+    While its host and all its consumers are endpoints of this process, items are handed over as they are: whoever puts
+    one must not change it afterwards, nor may whoever takes it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        connect: Callable[[str], Connection],
+        stays_here: Callable[[str, str], bool],
+        device: str | None = None,
+    ) -> None:
         self.name = name
         self.host = host
         self._connect = connect
+        self._stays_here = stays_here
+        self._device = device
 
     # Putting.
 
@@ -83,11 +99,12 @@ class Channel:
         )
 
     def put_nowait(self, item: Tree, *, id: str = "", iteration: int = 0, weight: float = 1.0, key: str = "") -> None:
-        """Puts an item if there is room now, else raises ChannelFullError. Blocks for the host's answer only."""
-        asked = self._ask_put(
-            _encoded([Put(item=item, id=id, iteration=iteration, weight=weight, key=key)]), None, wait=False
-        )
-        asked.wait(None)
+        """Puts an item if there is room now, else raises ChannelFullError; otherwise like `put`.
+
+        Blocks for the host's answer, and for shared memory where the quota is used up.
+        """
+        puts = [Put(item=item, id=id, iteration=iteration, weight=weight, key=key)]
+        self._ask_put(puts, _encoded(puts), None, wait=False).wait(None)
 
     def put_tombstone(
         self,
@@ -109,21 +126,24 @@ class Channel:
         After a TimeoutError_ the first ones may be in the channel: put all again under the same ids.
         """
         if items:
-            self._ask_put(_encoded(items), timeout_s, wait=True).wait(timeout_s)
+            self._ask_put(items, _encoded(items), timeout_s, wait=True).wait(timeout_s)
 
     async def aput(self, item: Tree, *, id: str = "", iteration: int = 0, weight: float = 1.0, key: str = "") -> None:
         """Like `put`, without blocking the event loop; cancelled, the item is not in the channel, or whole in it."""
         await self.aput_many([Put(item=item, id=id, iteration=iteration, weight=weight, key=key)])
 
     async def aput_many(self, items: Sequence[Put]) -> None:
-        """Like `put_many`, without blocking the event loop; large items are copied on another thread."""
+        """Like `put_many`, without blocking the event loop; large items are copied on another thread.
+
+        Raises what `put` raises; for a time-out, wrap it in `asyncio.wait_for`.
+        """
         encoded = _encoded(items)
         if not encoded:
             return
-        if max(payload.size_bytes for _, payload in encoded) > INLINE_BYTES:
-            asked = await sys.modules["asyncio"].to_thread(self._ask_put, encoded, None, wait=True)
+        if max(payload.size_bytes for payload in encoded) > INLINE_BYTES:
+            asked = await sys.modules["asyncio"].to_thread(self._ask_put, items, encoded, None, wait=True)
         else:
-            asked = self._ask_put(encoded, None, wait=True)
+            asked = self._ask_put(items, encoded, None, wait=True)
         await asked.wait_async()
 
     # Taking.
@@ -180,7 +200,10 @@ class Channel:
     # Ending.
 
     def end(self, iteration: int) -> None:
-        """Says that this producer has put all of an iteration. Blocks for the host's answer."""
+        """Says that this producer has put all of an iteration; once all have, what is queued of it is flushed.
+
+        Raises CommError where this endpoint is no producer. Blocks for the host's answer.
+        """
         self._ask(comm_pb2.ChannelRequest(end=comm_pb2.EndRequest(iteration=iteration))).wait(None)
 
     def close(self) -> None:
@@ -201,18 +224,42 @@ class Channel:
 
     def _ask(self, request: comm_pb2.ChannelRequest, key: str | None = None, iteration: int | None = None) -> Asked:
         request.channel = self.name
-        return Asked(self.name, self._connect(self.host), request, key, iteration)
+        return Asked(self.name, self._connect(self.host), request, key, iteration, device=self._device)
 
     def _ask_get(self, weight: float, key: str | None, iteration: int | None, at_least: float | None = None) -> Asked:
         get = comm_pb2.GetRequest(key=key, iteration=iteration, weight=weight, at_least=at_least)
         return self._ask(comm_pb2.ChannelRequest(get=get), key, iteration)
 
-    def _ask_put(self, encoded: list[tuple[Put, Encoded]], timeout_s: float | None, *, wait: bool) -> Asked:
+    def _ask_put(
+        self, puts: Sequence[Put], encoded: Sequence[Encoded], timeout_s: float | None, *, wait: bool
+    ) -> Asked:
         connection = self._connect(self.host)
+        references: list[Reference] = []
+        packed: list[bytes | comm_pb2.Block]
+        if self._stays_here(self.name, self.host):
+            references = [Reference(put.item) for put in puts]
+            packed = [reference.block for reference in references]
+        else:
+            packed = self._pack(connection, encoded, timeout_s)
+        _, ids, iterations, weights, keys, tombstones = zip(*puts, strict=True)
+        items = comm_pb2.Items(
+            ids=column(ids, ""),
+            keys=column(keys, ""),
+            weights=column(weights, 0.0),
+            tombstones=column(tombstones, ""),
+            iterations=column(iterations, 0),
+        )
+        add_payloads(items, packed)
+        request = comm_pb2.ChannelRequest(channel=self.name, put=comm_pb2.PutRequest(items=items, wait=wait))
+        return Asked(self.name, connection, request, keys[0] if len(keys) == 1 else None, None, references=references)
+
+    def _pack(
+        self, connection: Connection, encoded: Sequence[Encoded], timeout_s: float | None
+    ) -> list[bytes | comm_pb2.Block]:
         since = time.monotonic()
         packed: list[bytes | comm_pb2.Block] = []
         try:
-            for _, payload in encoded:
+            for payload in encoded:
                 packed.append(connection.pack(payload, timeout_s=timeout_s))
         except BaseException as error:
             connection.take_back(packed)
@@ -221,16 +268,7 @@ class Channel:
                 elapsed_s = time.monotonic() - since
                 raise TimeoutError_(channel=self.name, key=None, peer=peer, elapsed_s=elapsed_s) from error
             raise
-        request = comm_pb2.ChannelRequest()
-        request.put.wait = wait
-        items, puts = request.put.items, [put for put, _ in encoded]
-        items.ids.extend(column([put.id for put in puts], ""))
-        items.keys.extend(column([put.key for put in puts], ""))
-        items.weights.extend(column([float(put.weight) for put in puts], 0.0))
-        items.tombstones.extend(column([put.tombstone for put in puts], ""))
-        items.iterations.extend(column([put.iteration for put in puts], 0))
-        add_payloads(items, packed)
-        return self._ask(request, puts[0].key if len(puts) == 1 else None)
+        return packed
 
     def _end_leases(self, leases: Lease | Iterable[Lease], *, give_back: bool) -> None:
         ended = [leases] if isinstance(leases, Lease) else leases
@@ -239,6 +277,6 @@ class Channel:
         self._connect(self.host).send(Kind.CHANNEL, 0, request.SerializeToString())
 
 
-def _encoded(items: Iterable[Put]) -> list[tuple[Put, Encoded]]:
+def _encoded(items: Iterable[Put]) -> list[Encoded]:
     """Encodes all items before the first one costs anything: one that cannot be encoded harms none."""
-    return [(item, encode(item.item)) for item in items]
+    return [encode(item.item) for item in items]

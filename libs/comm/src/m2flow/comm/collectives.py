@@ -67,7 +67,11 @@ class Handle(Generic[T]):
 
 
 class RankGroup:
-    """The ranks of one group, by name and in order, seen from one of them."""
+    """The ranks of one group, by name and in order, seen from one of them.
+
+    Each collective returns its handle at once and blocks for the copies only. It raises PayloadError for a tree that
+    cannot be encoded, ValueError where not every rank is given one; `root` is a rank, 0 to the number of ranks.
+    """
 
     def __init__(self, backend: Backend, name: str, members: Sequence[str]) -> None:
         if backend.name not in members or len(set(members)) != len(members):
@@ -190,7 +194,7 @@ def move_rows(
     """Deals the rows of n ranks anew to m ranks, in order and as unevenly as asked; ranks may be on both sides.
 
     `rows` is this rank's array of shape [sources[name], ...], or None where it gives none; the result is its array of
-    shape [targets[name], ...], or None. Raises ValueError where counts and rows disagree.
+    shape [targets[name], ...], or None. Returns the handle at once. Raises ValueError where counts and rows disagree.
     """
     givers, takers = list(sources), list(targets)
     num_rows = 0 if rows is None else len(rows)

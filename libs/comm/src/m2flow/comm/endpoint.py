@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Literal, Self, TypeVar
 
 from m2flow.comm._calls import CallServer, Handler, read_answer
-from m2flow.comm._connection import INLINE_BYTES, Answer, Connection, message_of, packed_of
+from m2flow.comm._connection import INLINE_BYTES, Connection, message_of, packed_of
 from m2flow.comm._executor import LaneExecutor
 from m2flow.comm._fabric import Fabric
 from m2flow.comm._frames import Kind
@@ -23,6 +23,7 @@ from m2flow.comm._handshake import Identity
 from m2flow.comm._host import ChannelHost
 from m2flow.comm._index import ChannelIndex
 from m2flow.comm._parking import Parking
+from m2flow.comm._replies import Answer, Reply
 from m2flow.comm.channel import Channel
 from m2flow.comm.collectives import Handle
 from m2flow.comm.errors import CommError, TimeoutError_
@@ -49,9 +50,9 @@ class Endpoint:
     `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
     run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way;
     `connect_timeout_s` is how long a peer, a service or a channel may take to appear; `tls` secures what crosses hosts.
-    With `by_reference` a message to an endpoint in this same process is the object itself. With `allow_pickle` what a
-    peer on this host sent as `Pickled` is unpickled here, which lets it run anything. Create it after forking, never
-    before.
+    With `by_reference` a message to an endpoint in this same process is the object itself, and so is an item of a
+    channel whose host and consumers are all in it. With `allow_pickle` what a peer on this host sent as `Pickled` is
+    unpickled here, which lets it run anything. Create it after forking, never before.
 
     Raises ValueError for a name or a directory that will not do, CommError where a living endpoint has the name.
     """
@@ -84,6 +85,7 @@ class Endpoint:
         )
         self._calls = CallServer(self._executor, Parking(self._fabric.loop, connect_timeout_s))
         self._host = ChannelHost(Parking(self._fabric.loop, connect_timeout_s))
+        self._fabric.consumers_of = self._host.consumers_of
         self._weights = WeightStore(self._fabric.pool)
         self._reader = WeightReader()
         self._calls.add(SERVICE, self._weights.handle)
@@ -111,7 +113,8 @@ class Endpoint:
     def listen(self, address: str) -> str:
         """Listens over gRPC as well, at "host:port" (port 0 takes a free one) or "unix:path"; returns the address.
 
-        Every call must bring the run's token, and with `tls` a certificate. Raises CommError where it cannot bind.
+        Every call must bring the run's token, and with `tls` a certificate. A peer that knows the address is called
+        back over the connection that it makes. Raises CommError where it cannot bind. Blocks until it listens.
         """
         return self._fabric.listen(address)
 
@@ -142,11 +145,11 @@ class Endpoint:
         if self._fabric.loop.inside():
             raise CommError("request: called on the io thread, which must not wait: use request_async")
         since = time.monotonic()
-        connection, future = self._call(peer, service, method, args, timeout_s)
+        connection, reply = self._call(peer, service, method, args, timeout_s)
         try:
-            body = future.result(timeout_s)
+            body = reply.result(timeout_s)
         except TimeoutError:
-            future.add_done_callback(partial(_discard, connection))
+            reply.add_done_callback(partial(_discard, connection))
             call = f"{service}.{method}"
             elapsed_s = time.monotonic() - since
             raise TimeoutError_(channel=call, key=None, peer=peer, elapsed_s=elapsed_s) from None
@@ -155,7 +158,7 @@ class Endpoint:
     def request_async(self, peer: str, service: str, method: str, args: Tree = None) -> "Future[Tree]":
         """Like `request`, returning at once with the future of the answer; its callbacks must not block."""
         result: Answer[Tree] = Answer()
-        connection, future = self._call(peer, service, method, args, None)
+        connection, reply = self._call(peer, service, method, args, None)
         result.link = connection.link
 
         def resolve(body: bytes) -> None:
@@ -169,8 +172,8 @@ class Endpoint:
             else:
                 result.set_result(tree)
 
-        def done(answered: "Future[bytes]") -> None:
-            error = answered.exception()
+        def done(answered: Reply) -> None:
+            error = answered.error()
             if error is not None:
                 if result.set_running_or_notify_cancel():
                     result.set_exception(error)
@@ -180,19 +183,20 @@ class Endpoint:
                 # Decoding what is long is no work for the io thread.
                 self._executor.submit((connection, "answers"), partial(resolve, answered.result()))
 
-        future.add_done_callback(done)
+        reply.add_done_callback(done)
         return result
 
     def on_peer_lost(self, callback: Callable[[str], None]) -> None:
         """Calls `callback(peer)` on a handler thread once for each peer that dies while connected to this endpoint.
 
-        A peer that closes its endpoint in good order is not lost. A restarted peer that dies again is lost again.
+        A peer that closes its endpoint in good order is not lost. A restarted peer that dies again is lost again. Does
+        not block.
         """
         self._lost_callbacks.append(callback)
 
     def _call(
         self, peer: str, service: str, method: str, args: Tree, timeout_s: float | None
-    ) -> "tuple[Connection, Future[bytes]]":
+    ) -> tuple[Connection, Reply]:
         encoded = encode(args)
         connection = self._fabric.connection(peer)
         payload = connection.pack(encoded, timeout_s=timeout_s)
@@ -215,15 +219,15 @@ class Endpoint:
         Within one process the tree itself is handed over: the sender must not change it afterwards. The future fails
         with PeerLostError; PayloadError is raised at once for what cannot be encoded.
         """
-        local = self._fabric.in_this_process(peer) if self._by_reference else None
-        if local is not None:
+        local = self._fabric.in_this_process(peer)
+        if local is not None and self._by_reference:
             return local.mailbox.deliver(self.name, tag, tree)
         return self.request_async(peer, _MAIL, tag, tree)
 
     def irecv(self, peer: str, *, tag: str = "") -> "Future[Tree]":
         """Returns the future of a peer's next tree with a tag, in the order sent. Cancelled, it takes none.
 
-        The future fails with PeerLostError when the peer dies first.
+        The future fails with PeerLostError when the peer dies first. Does not block.
         """
         future = self._fabric.mailbox.receive(peer, tag)
         if not future.done():
@@ -231,11 +235,11 @@ class Endpoint:
         return future
 
     def send(self, peer: str, tree: Tree, *, tag: str = "", timeout_s: float | None = None) -> None:
-        """Like `isend`, blocking until the peer has it. Raises TimeoutError_ naming the peer after `timeout_s`."""
+        """Like `isend`, blocking until the peer has it. Raises PeerLostError, and TimeoutError_ after `timeout_s`."""
         Handle(f"send {tag}", [(peer, self.isend(peer, tree, tag=tag))], lambda _: None).wait(timeout_s)
 
     def recv(self, peer: str, *, tag: str = "", timeout_s: float | None = None) -> Tree:
-        """Like `irecv`, blocking for the tree. Raises TimeoutError_ naming the peer after `timeout_s`."""
+        """Like `irecv`, blocking for the tree. Raises PeerLostError, and TimeoutError_ after `timeout_s` seconds."""
         future = self.irecv(peer, tag=tag)
         try:
             return Handle(f"recv {tag}", [(peer, future)], lambda got: got[0]).wait(timeout_s)
@@ -265,20 +269,35 @@ class Endpoint:
         self._on_io_thread(lambda: self._host.add(index))
 
     def set_channel_members(self, name: str, *, producers: Sequence[str], consumers: Sequence[str]) -> None:
-        """Declares other producers and consumers of a channel hosted here; those that stay keep their state."""
+        """Declares other producers and consumers of a channel hosted here; those that stay keep their state.
+
+        Raises ValueError for a channel that is not hosted here. Blocks for the io thread.
+        """
         self._on_io_thread(lambda: self._host.index(name).set_members(producers, consumers))
 
     def announce_successor(self, name: str, *, lost: str, successor: str) -> None:
-        """Lets the consumers of a channel hosted here wait for `successor` in place of a producer that dies or died."""
+        """Lets the consumers of a channel hosted here wait for `successor` in place of a producer that dies or died.
+
+        Raises ValueError for a channel that is not hosted here. Blocks for the io thread.
+        """
         self._on_io_thread(lambda: self._host.index(name).announce_successor(lost, successor))
 
     def drop_channel(self, name: str) -> None:
-        """Ends a channel hosted here and forgets it: what is queued is dropped, those waiting are told it is closed."""
+        """Ends a channel hosted here and forgets it: what is queued is dropped, those waiting are told it is closed.
+
+        Does nothing for a channel that is not hosted here. Blocks for the io thread.
+        """
         self._on_io_thread(lambda: self._host.remove(name))
 
-    def channel(self, name: str, *, host: str) -> Channel:
-        """Returns a client of a channel that the endpoint `host` hosts. Does not block, nor check that it does."""
-        return Channel(name, host, self._fabric.connection)
+    def channel(self, name: str, *, host: str, device: str | None = None) -> Channel:
+        """Returns a client of a channel that the endpoint `host` hosts. Does not block, nor check that it does.
+
+        Items from a GPU wait in pinned host memory until they are taken, and are tensors there when they are read
+        unless `device`, such as "cuda:0", says where this client wants its tensors. Items that are handed over within
+        one process stay where they are.
+        """
+        stays_here = self._fabric.stays_here if self._by_reference else _never
+        return Channel(name, host, self._fabric.connection, stays_here, device)
 
     def _on_io_thread(self, call: Callable[[], _T]) -> _T:
         if self._fabric.loop.is_io_thread():
@@ -305,13 +324,21 @@ class Endpoint:
         """
         return self._weights.stage(name, version, weights)
 
+    def offer_weights(self, name: str, version: int, weights: Mapping[str, Tree]) -> None:
+        """Offers a version where it is, to receivers that stream it (`WeightReceiver.stream`). Does not block.
+
+        `weights` is as in `stage_weights`, and must stay as it is until this endpoint is closed.
+        """
+        self._weights.offer(name, version, weights)
+
     def fetch_weights(
         self, source: str, name: str, version: int, *, timeout_s: float | None = None
     ) -> Mapping[str, Tree]:
         """Returns a version's tensors in place, for reading only. Blocks until `source` has staged it.
 
         They stay as they are for as long as any of them is kept. All digests are checked the first time, one in eight
-        later. Raises PayloadError for a digest that differs, RemoteError for a version that is withdrawn.
+        later. Raises PayloadError for a digest that differs, RemoteError for a version that is withdrawn, PeerLostError
+        when the source dies, TimeoutError_ after `timeout_s` seconds.
         """
         answer = self.request(source, SERVICE, "fetch", (name, version), timeout_s=timeout_s)
         return self._reader.check(
@@ -344,23 +371,38 @@ class Endpoint:
             delta=delta,
         )
 
+    def hands_over_to(self, peer: str) -> bool:
+        """Says whether a peer is in this process and is handed the objects themselves. Does not block."""
+        return self._by_reference and self._fabric.in_this_process(peer) is not None
+
     def shares_memory_with(self, peer: str) -> bool:
-        """Says whether a peer is reached on this host, so that it can map what is written here."""
+        """Says whether a peer is reached on this host, so that it can map what is written here. Does not block."""
         return self._fabric.connection(peer).link.passes_fds
 
     def release_weights(self, name: str, version: int) -> None:
-        """Withdraws a staged version; readers keep what they hold. Raises ValueError for one that is not staged."""
+        """Withdraws a staged version; readers keep what they hold. Does not block.
+
+        Raises ValueError for one that is not staged.
+        """
         self._weights.release(name, version)
 
     def close(self) -> None:
-        """Says goodbye to all peers and frees thread, sockets and memory. Blocks shortly; may be called twice."""
+        """Says goodbye to all peers and frees threads, sockets and memory; may be called twice.
+
+        Blocks until the goodbyes are sent, at most a second a peer.
+        """
         self._fabric.close()
         self._executor.close()
         self._weights.close()
 
 
-def _discard(connection: Connection, done: "Future[bytes]") -> None:
-    if done.exception() is None:
+def _never(channel: str, host: str) -> bool:
+    """Where nothing is handed over by reference, every item leaves the process."""
+    return False
+
+
+def _discard(connection: Connection, done: Reply) -> None:
+    if done.error() is None:
         _open_answer(connection, done.result())
 
 

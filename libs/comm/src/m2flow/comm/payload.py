@@ -6,10 +6,12 @@ so that the reader's arrays lie on the bytes themselves. The same run travels in
 
 import struct
 import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from m2flow.comm import _torch
 from m2flow.comm._registry import register
 from m2flow.comm._tree import Bytes, Pickled, TreeReader, TreeWriter
 from m2flow.comm.errors import PayloadError
@@ -35,10 +37,12 @@ _ALIGN = 64
 class Encoded:
     """A tree ready to be written: its header and structure are bytes already, its arrays still lie where they were."""
 
-    __slots__ = ("_parts", "_tree", "pickles", "size_bytes")
+    __slots__ = ("_parts", "_tree", "lifted", "pickles", "size_bytes")
 
-    def __init__(self, tree: bytearray, parts: list[Bytes | bytes], *, pickles: bool) -> None:
+    def __init__(self, tree: bytearray, parts: list[Any], lifted: list[Any], *, pickles: bool) -> None:
         self.pickles = pickles
+        # The tensors that are not in it, in the order in which `decode` wants them.
+        self.lifted = lifted
         self._tree = tree
         self._parts = parts
         size = _HEADER_BYTES + len(tree)
@@ -47,10 +51,19 @@ class Encoded:
             size = _aligned(size) + len(part)
         self.size_bytes = size
 
+    @property
+    def from_gpu(self) -> bool:
+        """Says whether any array of it has yet to come from a GPU."""
+        return any(not isinstance(part, bytes | np.ndarray) for part in self._parts)
+
     def to_bytes(self) -> bytes:
         """Returns the payload as one bytes object."""
         if not self._parts:
             return self._header() + self._tree
+        if self.from_gpu:
+            whole = np.empty(self.size_bytes, np.uint8)
+            self.write_into(whole)
+            return whole.tobytes()
         pieces: list[bytes | bytearray | memoryview] = [self._header(), self._tree]
         at = _HEADER_BYTES + len(self._tree)
         for part in self._parts:
@@ -67,7 +80,12 @@ class Encoded:
             # What is recycled memory must not leak between the parts: padding is part of the payload.
             target[at:start] = 0
             at = start + len(part)
-            target[start:at] = part if isinstance(part, np.ndarray) else np.frombuffer(part, np.uint8)
+            if isinstance(part, np.ndarray):
+                target[start:at] = part
+            elif isinstance(part, bytes):
+                target[start:at] = np.frombuffer(part, np.uint8)
+            else:
+                _torch.copy_into(part, target[start:at])
 
     def _header(self) -> bytes:
         layout = _LAYOUT_WITH_PICKLE if self.pickles else _LAYOUT
@@ -75,14 +93,15 @@ class Encoded:
         return sizes + zlib.crc32(self._tree, zlib.crc32(sizes)).to_bytes(4, "little")
 
 
-def encode(tree: Tree) -> Encoded:
+def encode(tree: Tree, *, lift: Callable[[Any], bool] | None = None) -> Encoded:
     """Returns a tree made ready to be written; no array is copied yet unless it is not contiguous.
 
-    Raises PayloadError, naming the type, for a value that has no encoding. Does not block.
+    A tensor for which `lift` says True is left out, for the caller to bring by a way of its own: see `lifted`. Raises
+    PayloadError, naming the type, for a value that has no encoding. Does not block.
     """
-    writer = TreeWriter()
+    writer = TreeWriter(lift)
     writer.write(tree)
-    return Encoded(writer.out, writer.parts, pickles=writer.pickles)
+    return Encoded(writer.out, writer.parts, writer.lifted, pickles=writer.pickles)
 
 
 def has_pickle(data: bytes | Bytes) -> bool:
@@ -90,18 +109,27 @@ def has_pickle(data: bytes | Bytes) -> bool:
     return len(data) >= _HEADER_BYTES and int.from_bytes(data[2:4], "little") != _LAYOUT
 
 
-def decode(data: bytes | Bytes, *, max_size_bytes: int = MAX_PAYLOAD_BYTES, allow_pickle: bool = False) -> Tree:
+def decode(
+    data: bytes | Bytes,
+    *,
+    max_size_bytes: int = MAX_PAYLOAD_BYTES,
+    allow_pickle: bool = False,
+    lifted: Sequence[Any] = (),
+    device: str | None = None,
+) -> Tree:
     """Returns the tree of a payload; its arrays lie on `data` without a copy and numpy's are read-only.
 
     `data` is the payload's bytes, or a uint8 array of shape [size_bytes] over them. Tensors over immutable bytes are
     copied once, as torch has no read-only tensors. Raises PayloadError for bytes that are cut, altered in the header or
     the tree, or more than `max_size_bytes`; nothing is allocated before sizes are checked. A pickle, which can run
-    anything, is refused unless the caller trusts where the bytes come from and says `allow_pickle`. Does not block.
+    anything, is refused unless the caller trusts where the bytes come from and says `allow_pickle`. `lifted` are the
+    tensors that `encode` left out; all others are moved to `device`, such as "cuda:0", where one is given. Does not
+    block but for that.
     """
     size = len(data)
     if not _HEADER_BYTES <= size <= max_size_bytes:
         raise PayloadError(f"got a payload of {size} bytes, want {_HEADER_BYTES} to {max_size_bytes}")
-    view = memoryview(data) if isinstance(data, bytes) else data.data
+    view = data if isinstance(data, bytes) else data.data
     magic, layout, tree_bytes, total, check = _HEADER.unpack_from(view)
     if magic != _MAGIC or layout not in (_LAYOUT, _LAYOUT_WITH_PICKLE):
         wanted = f"{_MAGIC:#x} layout {_LAYOUT}"
@@ -114,9 +142,9 @@ def decode(data: bytes | Bytes, *, max_size_bytes: int = MAX_PAYLOAD_BYTES, allo
         raise PayloadError("got a tree that does not match its check: the payload was altered")
     unpickles = allow_pickle and layout == _LAYOUT_WITH_PICKLE
     if tree_end == size:
-        return TreeReader(tree, _no_part, unpickles=unpickles).read_all()
+        return TreeReader(tree, _no_part, unpickles=unpickles, lifted=lifted, device=device).read_all()
     parts = _Parts(data, tree_end)
-    result = TreeReader(tree, parts.take, unpickles=unpickles).read_all()
+    result = TreeReader(tree, parts.take, unpickles=unpickles, lifted=lifted, device=device).read_all()
     if parts.at != size:
         raise PayloadError(f"got {size} bytes, want the {parts.at} up to the end of the last array")
     return result

@@ -15,10 +15,12 @@ Ranks = tuple[Backend, ...]
 class BackendConformance:
     """Inherit it and provide `ranks`: three backends of one run, named "r0", "r1", "r2", in this process.
 
-    `hands_over` says that trees are passed as objects, so that nothing is encoded.
+    `hands_over` says that trees are passed as objects, so that nothing is encoded; `device` is where the backend's
+    tensors lie.
     """
 
     hands_over = False
+    device = "cpu"
 
     def test_a_tree_arrives_as_it_was(self, ranks: Ranks) -> None:
         a, b, _ = ranks
@@ -28,6 +30,22 @@ class BackendConformance:
         sent.result(20)
         assert np.array_equal(arrived["x"], tree["x"])
         assert arrived["y"] == tree["y"]
+
+    def test_tensors_of_any_form_arrive_where_such_tensors_lie(self, ranks: Ranks) -> None:
+        torch = pytest.importorskip("torch")
+        a, b, _ = ranks
+        full = torch.arange(1.0, 25.0, device=self.device).reshape(4, 6)
+        forms = {"whole": full, "turned": full.t(), "strided": full[1:3, ::2], "scalar": full[0, 0], "empty": full[:0]}
+        types = {"bool": full > 3, **{name: full.to(getattr(torch, name)) for name in ("bfloat16", "float8_e4m3fn")}}
+        sent = a.isend("r1", [forms, (types,), "beside"])
+        arrived = b.irecv("r0").result(20)
+        sent.result(20)
+        assert arrived[2] == "beside"
+        for name, tensor in {**forms, **types}.items():
+            found = {**arrived[0], **arrived[1][0]}[name]
+            assert found.device.type == tensor.device.type
+            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+            assert torch.equal(found.cpu().float(), tensor.cpu().float())
 
     def test_messages_of_one_tag_keep_their_order(self, ranks: Ranks) -> None:
         a, b, _ = ranks

@@ -8,6 +8,7 @@ until it has committed again.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -25,12 +26,18 @@ DEFAULT_BUCKET_BYTES = 64 << 20
 Load = Callable[[Mapping[str, Tree]], None]
 
 
+# The wanted box of each tensor, and the pieces that cover it.
+Plan = Mapping[str, tuple[Box, Sequence[Piece]]]
+
+
 class Caller(Protocol):
     """What a receiver needs of its endpoint."""
 
     def request(
         self, peer: str, service: str, method: str, args: Tree = None, *, timeout_s: float | None = None
     ) -> Tree: ...
+
+    def request_async(self, peer: str, service: str, method: str, args: Tree = None) -> "Future[Tree]": ...
 
     def shares_memory_with(self, peer: str) -> bool: ...
 
@@ -96,14 +103,7 @@ class WeightReceiver:
         """
         started = time.monotonic()
         self._moved_bytes = 0
-        layouts = {
-            source: self._caller.request(source, SERVICE, "layout", (self._name, version), timeout_s=timeout_s)
-            for source in self._sources
-        }
-        plan = {name: cover_named(name, box, layouts) for name, box in self._boxes(layouts).items()}
-        shards = {
-            source: {name: Box(*found[:2]) for name, found in layout.items()} for source, layout in layouts.items()
-        }
+        plan, shards = self._plan(version, timeout_s)
         parts: dict[str, _Part] = {name: _Part(box, []) for name, (box, _) in plan.items()}
         checking_s = 0.0
         for source in self._sources:
@@ -121,7 +121,8 @@ class WeightReceiver:
         """Loads the prepared version, bucket by bucket, and serves it; returns it. Blocks while `load` runs.
 
         A part that one source holds as it is wanted is given in place, for reading only; others are put together, at
-        most a bucket of them at a time. When `load` raises, nothing is served until a commit succeeds.
+        most a bucket of them at a time. When `load` raises, nothing is served until a commit succeeds. Raises CommError
+        where nothing is prepared.
         """
         version, parts = self._begin()
         for bucket in self._buckets(parts):
@@ -129,7 +130,10 @@ class WeightReceiver:
         return self._end(version)
 
     def commit_into(self, targets: Mapping[str, Tree]) -> int:
-        """Like `commit`, copying every element once, straight into arrays or tensors of the wanted shapes."""
+        """Like `commit`, copying every element once, straight into arrays or tensors of the wanted shapes.
+
+        Raises ValueError for a target of another shape, CommError where nothing is prepared. Blocks for the copy.
+        """
         version, parts = self._begin()
         for name, part in parts.items():
             target = targets[name]
@@ -139,6 +143,59 @@ class WeightReceiver:
             for box, array in part.pieces:
                 own[box.slices(part.box)] = array
         return self._end(version)
+
+    def stream(self, version: int, load: Load, *, timeout_s: float | None = None) -> int:
+        """Gets, checks and loads a version a bucket at a time, and serves it; returns it. Blocks while `load` runs.
+
+        For a receiver that serves nothing yet: no more than two buckets of the version are in memory beside what
+        `load` makes of them, and the sources may have merely offered it. Raises as `prepare` does; then nothing is
+        served until a commit, or another stream, succeeds.
+        """
+        self.version = None
+        plan, shards = self._plan(version, timeout_s)
+        names = list(plan)
+        runs = list(_runs([plan[name][0].num_elements() * 8 for name in names], self._bucket_bytes))
+        ask = partial(self._ask, version, plan, shards)
+        following = ask(names[slice(*runs[0])]) if runs else []
+        for number, bounds in enumerate(runs):
+            asked, following = following, []
+            if number + 1 < len(runs):
+                following = ask(names[slice(*runs[number + 1])])
+            parts = {name: _Part(plan[name][0], []) for name in names[slice(*bounds)]}
+            for source, run, answer in asked:
+                for (name, box), (array, expected) in zip(run, answer.result(timeout_s), strict=True):
+                    self._check(version, source, name, array, expected)
+                    parts[name].pieces.append((box, array))
+            load({name: _put_together(part) for name, part in parts.items()})
+        return self._end(version)
+
+    def _ask(
+        self, version: int, plan: Plan, shards: Mapping[str, Mapping[str, Box]], names: Sequence[str]
+    ) -> list[tuple[str, list[tuple[str, Box]], "Future[Tree]"]]:
+        """Asks each source for its pieces of these tensors. Does not block."""
+        asked = []
+        for source in self._sources:
+            run = [(name, piece.box) for name in names for piece in plan[name][1] if piece.source == source]
+            if run:
+                args = (self._name, version, _slices(run, shards[source]))
+                asked.append((source, run, self._caller.request_async(source, SERVICE, "slices", args)))
+        return asked
+
+    def _plan(self, version: int, timeout_s: float | None) -> tuple[Plan, dict[str, dict[str, Box]]]:
+        """What covers each wanted box, and the boxes that each source has."""
+        layouts = {
+            source: self._caller.request(source, SERVICE, "layout", (self._name, version), timeout_s=timeout_s)
+            for source in self._sources
+        }
+        plan = {name: cover_named(name, box, layouts) for name, box in self._boxes(layouts).items()}
+        shards = {
+            source: {name: Box(*found[:2]) for name, found in layout.items()} for source, layout in layouts.items()
+        }
+        return plan, shards
+
+    def _check(self, version: int, source: str, name: str, array: Tree, expected: int) -> None:
+        if digest(array) != expected:
+            raise PayloadError(f"weights {self._name!r} version {version} of {source!r}: {name!r} was altered")
 
     def _begin(self) -> tuple[int, dict[str, _Part]]:
         if self._prepared is None:
@@ -182,15 +239,13 @@ class WeightReceiver:
         have: dict[tuple[str, Box], Tree] = {}
         for start, stop in _runs([box.num_elements() * 8 for _, box in asked], self._bucket_bytes):
             run = asked[start:stop]
-            slices = [(name, [(part.start, part.stop) for part in box.slices(shards[name])]) for name, box in run]
-            args = (self._name, version, slices, base if all(key in had for key in run) else None)
+            args = (self._name, version, _slices(run, shards), base if all(key in had for key in run) else None)
             answer = self._caller.request(source, SERVICE, "slices", args, timeout_s=timeout_s)
             for (name, box), (found, expected) in zip(run, answer, strict=True):
                 self._moved_bytes += int(found.nbytes)
                 started = time.monotonic()
                 array = changed(had[name, box], found) if isinstance(found, Changes) else found
-                if digest(array) != expected:
-                    raise PayloadError(f"weights {self._name!r} version {version} of {source!r}: {name!r} was altered")
+                self._check(version, source, name, array, expected)
                 if self._delta:
                     have[name, box] = array
                 yield name, box, array, time.monotonic() - started
@@ -215,6 +270,11 @@ def cover_named(name: str, box: Box, layouts: Mapping[str, Mapping[str, Tree]]) 
         return box, cover(box, shards)
     except ValueError as error:
         raise ValueError(f"tensor {name!r}: {error}") from error
+
+
+def _slices(run: Sequence[tuple[str, Box]], shards: Mapping[str, Box]) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Boxes of global offsets as bounds within the shards that a source has."""
+    return [(name, [(part.start, part.stop) for part in box.slices(shards[name])]) for name, box in run]
 
 
 def _put_together(part: _Part) -> Tree:

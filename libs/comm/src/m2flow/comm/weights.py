@@ -42,6 +42,7 @@ class WeightStore:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._staged: dict[str, dict[int, Lend]] = {}
+        self._offered: dict[tuple[str, int], Tree] = {}
         self._num_staged: Counter[str] = Counter()
         self._awaited: dict[tuple[str, int], list[Future[Any]]] = {}
         self._lock = threading.Lock()
@@ -69,6 +70,16 @@ class WeightStore:
             future.set_result(staged)
         return StagedWeights(payload.size_bytes, time.monotonic() - digested, digested - started)
 
+    def offer(self, name: str, version: int, weights: Mapping[str, Tree]) -> None:
+        """Offers a version where it is, to readers that stream it; nothing is copied until they do.
+
+        It must stay as it is for as long as the store is open.
+        """
+        arrays = {key: value.data if isinstance(value, Shard) else value for key, value in weights.items()}
+        layout = {key: _layout(value) for key, value in weights.items()}
+        with self._lock:
+            self._offered[name, version] = {"layout": layout, "weights": arrays}
+
     def _checked(self, name: str, keys: list[str]) -> list[str]:
         number = self._num_staged[name]
         self._num_staged[name] += 1
@@ -87,6 +98,7 @@ class WeightStore:
         with self._lock:
             staged = [found for versions in self._staged.values() for found in versions.values()]
             self._staged.clear()
+            self._offered.clear()
         for found in staged:
             self._pool.let_go(found.slot)
         self._pool.trim()
@@ -94,6 +106,9 @@ class WeightStore:
     def handle(self, request: Request) -> Any:
         """Answers "fetch", "layout", "digests" or "slices" of a version: at once, or when it is staged."""
         name, version, *slices = request.args
+        offered = self._offered.get((name, version))
+        if offered is not None:
+            return offered["layout"] if request.method == "layout" else self._slices(name, offered, *slices)
         staged = self._find(name, version)
 
         def read(found: Lend) -> Tree:

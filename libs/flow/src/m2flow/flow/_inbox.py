@@ -3,8 +3,9 @@
 Leases are kept until the outputs that they caused have been put. Where the stage is the head of a feedback loop, the
 inbox also knows when the loop is empty: when every producer outside has said that its items are in, and as many have
 left as entered. Where a rank comes back after its death, what it counted must come again: it keeps the lease of each
-item that entered until that item leaves, and both leases end together. What comes back goes before what enters: then
-the first episodes are over early, and whoever takes them need not wait for the last.
+item that entered until that item leaves, and both leases end together. Only so many items are in the loop at once as
+the plan says, the others wait at its head: then the first episodes are over early, and whoever takes them need not wait
+for the last.
 """
 
 import time
@@ -59,9 +60,10 @@ class Inbox:
         iteration: int,
         *,
         rank: int,
-        quota: Callable[[Op, Counter[str]], Quota],
+        quota: Callable[[Op, Counter[str]], Quota] | None,
     ) -> None:
-        """`quota` makes the operation of a quota, which outlives the iteration and reports to the driver."""
+        """`quota` makes the operation of a quota, which outlives the iteration and reports to the driver; the sink
+        has none."""
         inbox = stage.inbox
         outside = [port for port in inbox.ports if port not in inbox.feedback]
         num_ranks = len(flow.endpoints(stage.name))
@@ -74,14 +76,14 @@ class Inbox:
         stride = num_ranks if inbox.routed else 1
         self._order = SourceOrder(inbox.window, offset=rank if inbox.routed else 0, stride=stride)
         self._ready: deque[Item] = deque()
-        # How many of those, in front, have come back to the head of a loop.
-        self._num_back = 0
+        # What waits at the head of a loop until another item has left it.
+        self._outside: deque[Item] = deque()
         # An episode dies in two rounds where its process was killed after it had told one consumer of the first.
         self._dead: set[tuple[str, tuple[int, ...]]] = set()
         self._leases: dict[str, list[Lease]] = {}
         # The processes that put items into a loop from outside.
         self._entering = sum(len(flow.endpoints(port)) for port in outside)
-        # Items that this stage was given from outside and that have not left the loop.
+        # Items that this stage was given from outside and that have not left the loop, those that wait included.
         self._live = 0
         self._recounts = bool(inbox.feedback) and flow.group(stage.group).restarts
         # The leases of what is inside the loop, by place, and of what was counted and has no counterpart.
@@ -191,9 +193,8 @@ class Inbox:
         if not made and not may_follow:
             self._let_go(item, lease)
         if port in self._stage.inbox.feedback:
-            for item in made:
-                self._ready.insert(self._num_back, item)
-                self._num_back += 1
+            self._ready.extend(made)
+            self._admit()
         else:
             self._sort(made)
 
@@ -226,7 +227,14 @@ class Inbox:
 
     def _sort(self, items: Iterable[Item]) -> None:
         for item in items:
-            self._ready.extend(self._order.push(item))
+            (self._outside if self._stage.inbox.feedback else self._ready).extend(self._order.push(item))
+        self._admit()
+
+    def _admit(self) -> None:
+        """Lets into a loop what it has room for."""
+        most = self._stage.inbox.in_flight or _ALL
+        while self._outside and self._live - len(self._outside) < most:
+            self._ready.append(self._outside.popleft())
 
     def _num_ready(self) -> int:
         """Items that count towards a chunk: in source order a tombstone takes its place, else only the living do."""
@@ -250,7 +258,6 @@ class Inbox:
         dead = []
         while self._ready and len(items) + (len(dead) if self._stage.inbox.window else 0) < most:
             item = self._ready.popleft()
-            self._num_back = max(0, self._num_back - 1)
             (dead if item.tombstone else items).append(item)
         return self._chunk(items, dead)
 

@@ -4,6 +4,7 @@ take a chunk -> have the weights -> take the turn -> load -> run -> put outputs 
 """
 
 import itertools
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -29,6 +30,8 @@ DIED = "died"
 _GRACE_S = 0.01
 # How long a holder waits for the stage that follows it on the same worker.
 _HAND_OVER_S = 0.1
+# How long an eager stage with less than it could take waits for what comes together.
+_TOGETHER_S = 0.002
 # Puts that take longer than this are waits for room.
 _PUT_NS = 1_000_000
 
@@ -124,8 +127,7 @@ class StageLoop:
     def _step(self, chunk: Chunk) -> None:
         if not self._held:
             self._enter()
-            if self._stage.eager and self._stage.locked:  # more may have arrived while others had their turn
-                self._extend(chunk, self._stage.share - len(chunk.items))
+            self._complete(chunk)
         sender = Sender(self._unit.sender, lambda items, timeout_s: self._put(items, chunk, timeout_s))
         self._run(chunk, sender)
         self._flush(sender)
@@ -172,7 +174,7 @@ class StageLoop:
             else:
                 outputs = sender.send(given)
             span.items = len(chunk.items)
-            span.tokens = max(num_tokens(chunk.items), num_tokens(outputs))
+            span.tokens = num_tokens(chunk.items, outputs)
             span.inputs.extend(chunk.inputs)
             span.outputs.extend(f"{name}|{item.id}" for item in outputs)
 
@@ -198,6 +200,17 @@ class StageLoop:
         self._drop_orphans(extra)
         chunk.absorb(extra)
         return extra.items
+
+    def _complete(self, chunk: Chunk) -> None:
+        """Adds to the chunk of an eager stage what has arrived since it was taken, and what comes with it.
+
+        Ranks that work side by side are done together: who begins with what the first of them gave makes the others
+        wait for a whole call.
+        """
+        missing = self._stage.share - len(chunk.items)
+        if self._stage.eager and not self._pulls and missing > 0:
+            time.sleep(_TOGETHER_S)
+            self._extend(chunk, missing)
 
     def _flush(self, sender: Sender) -> None:
         """Waits until the outputs have been put; gives the turn up where they find no room."""

@@ -5,7 +5,7 @@ Several waves of items may be needed for one iteration. They are one iteration t
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from m2flow.comm import Endpoint, Request
 from m2flow.flow.glue import Quota
@@ -16,11 +16,15 @@ _SERVICE = "flow.quota"
 
 
 class QuotaMaker:
-    """Makes the quota operations of one rank; what they carry over stays here between iterations."""
+    """Makes the quota operations of one process; `carried` is what each keeps for the next iteration, by its name."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._carried: dict[str, list[Item]] = {}
+        self.carried: dict[str, list[Item]] = {}
+
+    def carry(self, carried: Mapping[str, Sequence[Item]]) -> None:
+        """Takes what other quotas of these names kept."""
+        self.carried |= {name: list(items) for name, items in carried.items()}
 
     def for_iteration(self, iteration: int) -> Callable[[Op, Counter[str]], Quota]:
         """The maker for one iteration."""
@@ -29,7 +33,7 @@ class QuotaMaker:
             def report(decided: int, passed: int) -> None:
                 self._endpoint.request_async(DRIVER, _SERVICE, "report", [op.name, iteration, decided, passed])
 
-            return Quota(op, iteration, self._carried.setdefault(op.name, []), report, lost)
+            return Quota(op, iteration, self.carried.setdefault(op.name, []), report, lost)
 
         return make
 

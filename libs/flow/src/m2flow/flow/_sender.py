@@ -1,7 +1,8 @@
 """Sends a generator's items while it goes on: a stage that yields is not kept waiting for each item's answer.
 
-Items that gather while a message is under way go with the next one. What a stage gives as a list is one message, which
-the stage's own thread puts when the stage has returned: nothing is to be done meanwhile.
+Items that gather while a message is under way go with the next one, and items that come together go together: a
+consumer that takes what has arrived would else begin with the first of them alone. What a stage gives as a list is one
+message, which the stage's own thread puts when the stage has returned: nothing is to be done meanwhile.
 """
 
 import threading
@@ -9,6 +10,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 
 from m2flow.worker import Item
+
+# Items that come within so many seconds after one go in its message.
+_TOGETHER_S = 0.001
 
 
 class Sender:
@@ -25,6 +29,7 @@ class Sender:
         self._waiting: list[Item] = []
         self._busy = False
         self._under_way: Future[None] | None = None
+        self._all_here = threading.Event()
         self._whole: list[Item] = []
 
     def keep(self, items: list[Item]) -> None:
@@ -43,6 +48,7 @@ class Sender:
                 self._under_way = self._executor.submit(self._send_waiting)
             elif self._under_way is not None and self._under_way.done():
                 self._under_way.result()
+        self._all_here.set()
         return taken
 
     def finish(self, timeout_s: float | None = None) -> None:
@@ -54,6 +60,7 @@ class Sender:
             self._whole = []
 
     def _send_waiting(self) -> None:
+        self._all_here.wait(_TOGETHER_S)
         while True:
             with self._mutex:
                 batch, self._waiting = self._waiting, []

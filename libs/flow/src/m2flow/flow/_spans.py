@@ -5,7 +5,7 @@ A span costs two readings of the monotonic clock, which is one clock for all pro
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from m2flow.proto.flow.v1 import flow_pb2 as pb
@@ -60,11 +60,22 @@ class Recorder:
             return self._spans.pop(iteration, [])
 
 
-def num_tokens(items: Iterable[Item]) -> int:
+def num_tokens(inputs: Sequence[Item], outputs: Sequence[Item]) -> int:
+    """Tokens that a call worked on: as its outputs say under `worked_tokens`, else what they or its inputs hold.
+
+    1 where they say 0: a span of 0 tokens is one that nobody counted.
+    """
+    said = [count for item in outputs if isinstance(count := item.fields.get("worked_tokens"), int)]
+    if said and len(said) == len(outputs):
+        return max(1, sum(said))
+    return max(_num_held(inputs), _num_held(outputs))
+
+
+def _num_held(items: Iterable[Item]) -> int:
     """Tokens that items hold as completions, their members' included; 0 where they hold none."""
     total = 0
     for item in items:
         completion = item.fields.get("completion_ids")
         total += len(completion) if completion is not None else 0
-        total += num_tokens(item.members)
+        total += _num_held(item.members)
     return total

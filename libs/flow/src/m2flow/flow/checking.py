@@ -124,6 +124,9 @@ def _quotas(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Iterator[
         behind = {s.producer for s in graph.streams if s.consumer == stage.name} & drawn_on
         if stage.kind == pb.STAGE_KIND_BARRIER and stage.name in drawn_on and behind:
             yield f"plan: {stage.name} waits for the end, which a quota behind it decides: want the barrier after it"
+        if stage.kind == pb.STAGE_KIND_SINK:
+            for glue in (glue for glue in graph.glue_before(stage.name) if glue.HasField("quota")):
+                yield f"plan: {glue.name} is a result of the program, which ends with its quota: want a stage after it"
 
 
 def _needs_one_rank(glue: pb.Stage) -> bool:

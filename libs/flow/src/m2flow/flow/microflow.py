@@ -6,8 +6,9 @@ that travels to the workers as a payload.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
-from m2flow.comm import register
+from m2flow.comm import decode, encode, register
 
 DRIVER = "driver"
 
@@ -40,8 +41,9 @@ class Inbox:
 
     `ports` are the far producers, `feedback` those of them that send items round again; `head` is the operation or the
     producer whose items the stage takes; `window` is the order that they come in. In a `routed` inbox an item goes to
-    the rank that its source position names, so that what must meet meets. `capacity` 0 is without bound. `sieves` are
-    filters that the producers run themselves, each what one of them gives: what fails is not sent.
+    the rank that its source position names, so that what must meet meets. `capacity` 0 is without bound, and so is
+    `in_flight`: how many items of one rank are in the loop that begins here. `sieves` are filters that the producers
+    run themselves, each what one of them gives: what fails is not sent.
     """
 
     ports: tuple[str, ...]
@@ -53,6 +55,7 @@ class Inbox:
     epochs: int = 1
     routed: bool = False
     capacity: int = 0
+    in_flight: int = 0
 
 
 @register
@@ -171,6 +174,19 @@ class MicroFlow:
         for stage in self.stages:
             lines.append(f"  {stage.name:<{width}}  {_describe(self, stage)}")
         return "\n".join(lines) + "\n"
+
+
+@lru_cache(maxsize=4)
+def pack(flow: MicroFlow) -> bytes:
+    """A flow as it travels to the workers."""
+    return encode(flow).to_bytes()
+
+
+@lru_cache(maxsize=4)
+def unpack(packed: bytes) -> MicroFlow:
+    """The flow that `pack` packed: one for all ranks of a process, and for all iterations."""
+    flow: MicroFlow = decode(packed)
+    return flow
 
 
 def _describe(flow: MicroFlow, stage: MicroStage) -> str:

@@ -146,6 +146,10 @@ def _plan(graph: Graph, placed: Mapping[str, list[int]], granularity: Mapping[st
                 residency=pb.RESIDENCY_OFFLOADED if leaves else pb.RESIDENCY_RESIDENT,
             )
         )
+    for back, loop in zip((s for s in graph.streams if s.feedback), graph.cycles, strict=True):
+        # A chunk for each stage of a loop: all are at work, and the first items leave it early.
+        held = sum(granularity.get(name, 0) for name in loop)
+        plan.edges.add(producer=back.producer, consumer=back.consumer, capacity=held)
     for position, stage in enumerate(graph.kinds(pb.STAGE_KIND_WORK, pb.STAGE_KIND_PUBLISH)):
         whole = graph.volume(stage.name)
         plan.stages.append(

@@ -9,9 +9,9 @@ from m2flow.flow._inbox import Inbox
 from m2flow.flow._mail import inbox_channel
 from m2flow.flow._outlet import Outlet, Tally
 from m2flow.flow._pulse import Pulse
-from m2flow.flow._quota import QuotaBoard, QuotaMaker
+from m2flow.flow._quota import QuotaBoard
 from m2flow.flow.errors import RunStopped
-from m2flow.flow.microflow import DRIVER, MicroFlow, Op
+from m2flow.flow.microflow import DRIVER, MicroFlow, Op, pack
 from m2flow.flow.result import IterationResult
 from m2flow.proto.flow.v1 import flow_pb2 as pb
 from m2flow.worker import AttachedGroup, CallHandle, Item
@@ -66,7 +66,7 @@ class Pending:
         """
         self._check(items)
         for runner in self._runners.values():
-            runner.begin(self.iteration, self._flow)
+            runner.begin(self.iteration, pack(self._flow))
         self._feed(items)
         if not self._quotas:
             self._outlet.end(self.iteration)
@@ -83,7 +83,7 @@ class Pending:
         return self._result
 
     def _collect(self) -> IterationResult:
-        self._handles = [runner.finish(self.iteration, self._flow) for runner in self._runners.values()]
+        self._handles = [runner.finish(self.iteration, pack(self._flow)) for runner in self._runners.values()]
         if self._quotas:
             self._feed_until_full()
         lost: Counter[str] = Counter()
@@ -134,8 +134,7 @@ class Pending:
         if not sink.inbox.ports:
             return []
         channel = self._endpoint.channel(inbox_channel(self._flow.generation, sink.name), host=DRIVER)
-        quota = QuotaMaker(self._endpoint).for_iteration(self.iteration)
-        inbox = Inbox(self._flow, sink, channel, self.iteration, rank=0, quota=quota)
+        inbox = Inbox(self._flow, sink, channel, self.iteration, rank=0, quota=None)
         outputs: list[Item] = []
         dead: set[tuple[tuple[int, ...], str]] = set()  # one that came by several of the program's results is one
         while True:

@@ -7,23 +7,22 @@ through it. Every stage has a thread; a publish stage has one on both sides.
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from m2flow.comm import ChannelClosedError, decode, encode
+from m2flow.comm import ChannelClosedError
 from m2flow.flow._loop import StageLoop
 from m2flow.flow._rendezvous import Rendezvous
 from m2flow.flow._spans import Recorder
 from m2flow.flow._unit import Unit
 from m2flow.flow._weights import Publication, Reception
 from m2flow.flow.errors import RunStopped
-from m2flow.flow.microflow import MicroFlow, MicroStage
+from m2flow.flow.microflow import MicroFlow, MicroStage, unpack
 from m2flow.proto.flow.v1 import flow_pb2 as pb
-from m2flow.worker import Worker, WorkerContext
+from m2flow.worker import Item, Worker, WorkerContext
 
 Job = Callable[[], Counter[str]]
 
@@ -40,28 +39,31 @@ class RankRunner:
             self._rendezvous = Rendezvous(context.endpoint, context.group, context.rank, context.world_size)
         self._lanes: dict[str, _Lane] = {}
         self._visit = ExitStack()
-        self._begun: dict[int, list[Future[Counter[str]]]] = {}
+        self._begun: dict[int, dict[str, Future[Counter[str]]]] = {}
         self._fresh = True
 
-    def begin(self, iteration: int, flow: MicroFlow) -> None:
-        """Starts an iteration: each stage follows its own previous one. Blocks only in a rank that was restarted.
+    def begin(self, iteration: int, packed: bytes) -> None:
+        """Starts an iteration of a packed flow: each stage follows its own previous one.
+
+        Blocks only in a rank that was restarted.
 
         Such a rank first catches up with where the one before it was, whichever call reaches it first.
         """
         if iteration in self._begun:
             return
+        flow = unpack(packed)
         if self._fresh and self._unit.context.attempt:
             self._catch_up(iteration, flow)
         self._fresh = False
-        self._begun[iteration] = [self._lane(name).submit(job) for name, job in self._jobs(iteration, flow)]
+        self._begun[iteration] = {name: self._lane(name).submit(job) for name, job in self._jobs(iteration, flow)}
 
-    def finish(self, iteration: int, flow: MicroFlow) -> dict[str, Any]:
+    def finish(self, iteration: int, packed: bytes) -> dict[str, Any]:
         """Waits for the end of an iteration here; returns its spans and what was lost. Raises what a stage raised.
 
         A rank that was restarted may not have begun the iteration: it does now.
         """
-        self.begin(iteration, flow)
-        futures = self._begun[iteration]
+        self.begin(iteration, packed)
+        futures = list(self._begun[iteration].values())
         wait(futures, return_when=FIRST_EXCEPTION)
         lost: Counter[str] = Counter()
         try:
@@ -101,18 +103,13 @@ class RankRunner:
         for stage in self._received(flow):
             Reception(flow, stage, self._unit).receive(iteration, iteration)
 
-    def save_state(self, path: str) -> None:
-        """Writes the worker's state to a file of this machine; rank 0 writes, all ranks take part. Blocks."""
-        with self._unit.context.turn:
-            state = self._unit.worker.state_dict()  # type: ignore[attr-defined]
-        if self._unit.context.rank == 0:
-            Path(path).write_bytes(encode(state).to_bytes())
+    def carried(self) -> dict[str, list[Item]]:
+        """What the quotas here keep for the next iteration, by quota."""
+        return self._unit.quotas.carried
 
-    def load_state(self, path: str) -> None:
-        """Reads what `save_state` wrote. Blocks."""
-        state = decode(Path(path).read_bytes())
-        with self._unit.context.turn:
-            self._unit.worker.load_state_dict(state)  # type: ignore[attr-defined]
+    def carry(self, carried: Mapping[str, Sequence[Item]]) -> None:
+        """Takes what `carried` gave, here or elsewhere."""
+        self._unit.quotas.carry(carried)
 
     def stop(self) -> None:
         """Ends the threads that wait for weights or for another iteration. Does not block."""
@@ -137,7 +134,15 @@ class RankRunner:
         if stage.kind == "publish":
             return _counted(partial(Publication(flow, stage, self._unit).run, iteration))
 
+        # Weights of an iteration are those that it left behind: the next one changes none before they are on their way.
+        before = self._begun.get(iteration - 1, {})
+        leaving = [
+            before[one.name] for one in flow.stages_of(stage.group) if one.kind == "publish" and one.name in before
+        ]
+
         def run() -> Counter[str]:
+            with self._recorder.span(pb.SPAN_KIND_WAIT_WEIGHTS, stage.name, iteration):
+                wait(leaving)
             loop = StageLoop(flow, stage, self._unit, iteration, self._rendezvous)
             loop.run()
             return loop.lost

@@ -4,18 +4,16 @@ Between the stages nothing passes through it: it feeds the source's items in and
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from m2flow.flow._mail import gate_channel, inbox_channel
 from m2flow.flow._services import serve
 from m2flow.flow.checking import check_plan
 from m2flow.flow.errors import RunError, RunStopped
 from m2flow.flow.graph import Graph
-from m2flow.flow.microflow import MicroGroup
 from m2flow.flow.passes import lower
 from m2flow.flow.pending import More, Pending
 from m2flow.flow.result import IterationResult
@@ -60,13 +58,16 @@ class Runtime:
             self._stopped = True
             self._close_channels()
 
-    def start(self, iteration: int = 0) -> None:
+    def start(self, iteration: int = 0, *, carried: Mapping[str, Sequence[Item]] | None = None) -> None:
         """Starts the groups, and gives receivers the weights of their source as version `iteration`. Blocks.
 
-        `iteration` is the first that will run. Raises WorkerFailed where a worker does not start.
+        `iteration` is the first that will run. `carried` is what `carried` gave in a run that this one goes on from.
+        Raises WorkerFailed where a worker does not start.
         """
         self._next = iteration
-        self._start_groups(list(self._flow.groups))
+        wanted = [(self._spec(group.name), Placement(group.ranks)) for group in self._flow.groups]
+        self._attach(self._session.start_all(wanted))
+        self._carry(carried or {})
         self._open_channels()
         self._publish(iteration, [stage.to for stage in self._flow.stages if stage.to])
 
@@ -118,28 +119,38 @@ class Runtime:
     def apply(self, plan: pb.ExecutionPlan) -> None:
         """Changes the plan between iterations. Blocks.
 
-        Groups whose ranks or devices change are started anew and given their state (`state_dict`,
-        `load_state_dict`), or published to; the others keep running. Raises PlanError where the plan cannot run, and
+        Groups whose ranks or devices change are re-placed with their state (`Session.replace_all`), or published to;
+        the others keep running, and what quotas carry over stays. Raises PlanError where the plan cannot run, and
         RunError while an iteration is under way; the old plan then stays.
         """
-        if self._under_way:
-            raise RunError(f"apply: iteration {self._under_way[0].iteration} is under way, want its result taken first")
+        self._refuse_under_way("apply")
         check_plan(self.graph, plan, self._session.cluster)
         old, flow = self._flow, replace(lower(self.graph, plan), generation=self._flow.generation + 1)
         moved = [group for group in flow.groups if group.ranks != old.group(group.name).ranks]
-        with TemporaryDirectory(prefix="state-", dir=self._session.directory) as directory:
-            carried = self._save(directory, [group.name for group in moved])
-            for group in moved:
-                self._session.stop(self.groups[group.name])
-            self._close_channels()
-            self.plan, self._flow = plan, flow
-            self._start_groups(moved)
-            for name, path in carried.items():
-                self._runners[name].load_state(path).wait()
+        carried = self.carried()
+        for handle in [self._runners[group.name].stop() for group in moved]:
+            handle.wait()
+        heirs = self._session.replace_all([(self.groups[group.name], Placement(group.ranks)) for group in moved])
+        self._close_channels()
+        self.plan, self._flow = plan, flow
+        self._attach(heirs)
+        self._carry(carried)
         self._open_channels()
         renewed = {group.name for group in moved}
         receivers = [s.to for s in flow.stages if s.to and ({s.to, s.group} & renewed)]
         self._publish(self._next, receivers, [s.group for s in flow.stages if s.to and s.group in renewed])
+
+    def carried(self) -> dict[str, list[Item]]:
+        """What quotas keep for the next iteration, by quota: what a run that goes on from here starts with. Blocks.
+
+        Raises RunError while an iteration is under way.
+        """
+        self._refuse_under_way("carried")
+        kept: dict[str, list[Item]] = {}
+        for group in self._carriers():
+            for found in self._runners[group].carried().result():
+                kept |= found
+        return {name: items for name, items in kept.items() if items}
 
     def stop(self) -> None:
         """Ends the stages and stops the groups. Blocks; the second time it does nothing."""
@@ -166,20 +177,32 @@ class Runtime:
                 f"take its result before iteration {iteration}"
             )
 
-    def _start_groups(self, placed: Sequence[MicroGroup]) -> None:
-        wanted = []
-        for group in placed:
-            spec = self.graph.specs[group.name]
-            if not isinstance(spec, GroupSpec):
-                raise RunError(
-                    f"group {group.name}: got a {type(spec).__name__}, want a GroupSpec: make it with .group"
-                )
-            wanted.append((replace(spec, name=group.name), Placement(group.ranks)))
-        for started in self._session.start_all(wanted):
-            self.groups[started.name] = started
-            self._runners[started.name] = started.attach("flow", _RUNNER, self._epoch_ns)
+    def _spec(self, name: str) -> GroupSpec:
+        spec = self.graph.specs[name]
+        if not isinstance(spec, GroupSpec):
+            raise RunError(f"group {name}: got a {type(spec).__name__}, want a GroupSpec: make it with .group")
+        return replace(spec, name=name)
+
+    def _attach(self, started: Sequence[WorkerGroup]) -> None:
+        for one in started:
+            self.groups[one.name] = one
+            self._runners[one.name] = one.attach("flow", _RUNNER, self._epoch_ns)
         for group in self._flow.groups:
             self._runners[group.name].rest(self._flow).wait()
+
+    def _carriers(self) -> list[str]:
+        """The groups whose stages have quotas in their inboxes."""
+        quotas = [stage for stage in self._flow.stages if any(op.kind == "first" for op in stage.inbox.ops)]
+        return list(dict.fromkeys(stage.group for stage in quotas))
+
+    def _carry(self, carried: Mapping[str, Sequence[Item]]) -> None:
+        for group in self._carriers():
+            self._runners[group].carry(carried).wait()
+
+    def _refuse_under_way(self, asked: str) -> None:
+        if self._under_way:
+            first = self._under_way[0].iteration
+            raise RunError(f"{asked}: iteration {first} is under way, want its result taken first")
 
     def _publish(self, version: int, receivers: Sequence[str], sources: Sequence[str] | None = None) -> None:
         senders = sources if sources is not None else [stage.group for stage in self._flow.stages if stage.to]
@@ -187,13 +210,6 @@ class Runtime:
         handles += [self._runners[name].receive_weights(version, self._flow) for name in dict.fromkeys(receivers)]
         for handle in handles:
             handle.wait()
-
-    def _save(self, directory: str, names: Sequence[str]) -> dict[str, str]:
-        stateful = [name for name in names if "state_dict" in self.groups[name].spec.methods]
-        paths = {name: str(Path(directory) / name) for name in stateful}
-        for handle in [self._runners[name].save_state(path) for name, path in paths.items()]:
-            handle.wait()
-        return paths
 
     def _open_channels(self) -> None:
         flow, endpoint = self._flow, self._session.endpoint

@@ -146,14 +146,16 @@ class SyntheticActor(Worker):
         time.sleep(float(self.config.get("sync_s", 0.0)))
         return {"w": self._weights.copy()}
 
-    def state_dict(self) -> dict[str, Any]:
+    def shards(self) -> dict[str, Any]:
         """All that a successor needs."""
-        return {"weights": self._weights, "gradient": self._gradient, "seen": self._seen, "steps": self._steps}
+        counts = np.array([self._seen, self._steps])
+        return {"weights": self._weights, "gradient": self._gradient, "counts": counts}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_shards(self, shards: Mapping[str, Any]) -> None:
         """Goes on where another stopped."""
-        self._weights, self._gradient = np.array(state["weights"]), np.array(state["gradient"])
-        self._seen, self._steps = int(state["seen"]), int(state["steps"])
+        self._weights = np.array(shards.get("weights", self._weights))
+        self._gradient = np.array(shards.get("gradient", self._gradient))
+        self._seen, self._steps = map(int, shards.get("counts", (self._seen, self._steps)))
 
     def onload(self) -> None:
         """Sleeps as long as a real one would copy."""

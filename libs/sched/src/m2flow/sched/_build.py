@@ -87,11 +87,13 @@ def assemble(request: sched_pb2.PlanRequest, workflow: Workflow, costs: Costs, f
         quanta=quanta,
         kind_of={g.name: kinds.index(g.device_kind) for g in used},
     )
-    tails = {
-        problem.names.index(c.stage): {k: _curve.chunk_fractions(c, k) for k in problem.chunk_counts}
-        for c in request.profile.curves
-        if c.stage in problem.names
-    }
+    tails = {}
+    for i, node in enumerate(workflow.nodes):
+        # Whoever lets items out early does so beside others: as on half of the devices.
+        devices = len(found[workflow.groups[node.groups[0]].device_kind].ids) / 2
+        curve = None if node.cyclic else _curve.nearest(request.profile.curves, node.name, devices)
+        if curve is not None:
+            tails[i] = {k: _curve.chunk_fractions(curve, k) for k in problem.chunk_counts}
     problem = replace(problem, tails=tails, unlimited=lookup.unlimited(), light=_light(problem))
     return Model(request, workflow, costs, found, kinds, problem)
 
@@ -119,7 +121,8 @@ def _light(problem: Problem) -> frozenset[str]:
 
 def sync_seconds(workflow: Workflow, profile: sched_pb2.Profile) -> float:
     known = {(s.source, s.target): s.seconds for s in profile.syncs}
-    return sum(known.get((p.group, p.to), 0.0) for p in workflow.publishes)
+    passes = {h.stage: h.seconds for h in profile.hand_offs}
+    return sum(known.get((p.group, p.to), 0.0) + passes.get(p.name, 0.0) for p in workflow.publishes)
 
 
 class Lookup:
@@ -138,6 +141,9 @@ class Lookup:
         self._workflow, self._costs, self._grid, self._counts = workflow, costs, grid, counts
         self._pools, self._kinds, self._quanta = found, kinds, quanta
         self._groups = workflow.groups
+        # Items of a loop keep to a rank, and so nobody could move in step with it.
+        looped = {g for node in workflow.nodes if node.cyclic for g in node.groups}
+        self._single = {g for g in looped if self._groups[g].in_step}
         self._cache: dict[tuple[int, bool, int, tuple[tuple[str, int], ...]], Rows] = {}
 
     def __call__(self, node: int, chunked: bool, beside: int, pins: Mapping[str, int]) -> Rows:
@@ -175,6 +181,8 @@ class Lookup:
         devices = available // step * step
         if spec.max_devices:
             devices = np.minimum(devices, spec.max_devices // step * step)
+        if group in self._single and spec.devices_per_rank:
+            devices = np.minimum(devices, step)
         good = devices >= max(spec.min_devices, step)
         return kind, units[good].astype(np.int64), devices[good].astype(np.int64)
 

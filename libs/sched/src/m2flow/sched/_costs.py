@@ -29,6 +29,7 @@ class Costs:
         corun: See `fit_corun`.
         memory: By stage; missing where nothing is known.
         switches: By group.
+        hand_offs: By stage, where they were measured.
         notes: What was assumed or estimated, in words.
     """
 
@@ -40,6 +41,7 @@ class Costs:
     switches: Mapping[str, sched_pb2.SwitchCost]
     latency_s: float
     bytes_per_s: float
+    hand_offs: Mapping[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     scaled: Mapping[str, float] = field(default_factory=dict)
 
@@ -51,12 +53,12 @@ class Costs:
         return np.asarray(seconds + self.feeding_seconds(stage, items))
 
     def feeding_seconds(self, stage: str, items: float | Floats) -> float | Floats:
-        """Seconds that it takes to bring a chunk in: a message a stream, its bytes, and maps on the way."""
+        """Seconds that it takes to bring a chunk in: the hand-off as measured, else a message a stream; its bytes, and
+        maps on the way."""
         workflow = self.workflow
-        total: float | Floats = 0.0
+        total: float | Floats = self.hand_off_s(stage)
         for edge in workflow.edges:
             if edge.stage == stage:
-                total = total + self.latency_s
                 if self.bytes_per_s:
                     total = total + items * edge.item_bytes / self.bytes_per_s
                 for passive in edge.via:
@@ -64,6 +66,11 @@ class Costs:
                         passed = np.atleast_1d(items) * workflow.volumes[passive] / max(workflow.volumes[stage], 1e-12)
                         total = total + self.hosts[passive].seconds(passed, np.ones(len(passed)))
         return total
+
+    def hand_off_s(self, stage: str) -> float:
+        """Seconds before each chunk of a stage that no byte and no item of it takes."""
+        inputs = sum(edge.stage == stage for edge in self.workflow.edges)
+        return self.hand_offs.get(stage, inputs * self.latency_s)
 
     def estimate(self, stage: str, items: float, devices: int) -> Estimate:
         return self.stages[stage].estimate(items, devices)
@@ -130,6 +137,7 @@ def build_costs(workflow: Workflow, profile: sched_pb2.Profile, kinds: Mapping[s
         switches={s.group: s for s in profile.switches},
         latency_s=profile.transfer_latency_s,
         bytes_per_s=profile.transfer_bytes_per_s,
+        hand_offs={h.stage: h.seconds for h in profile.hand_offs},
         notes=notes,
     )
 
@@ -137,10 +145,9 @@ def build_costs(workflow: Workflow, profile: sched_pb2.Profile, kinds: Mapping[s
 def _alone(
     stage: str, samples: list[sched_pb2.Sample], layout: tuple[int, int], notes: list[str]
 ) -> list[sched_pb2.Sample]:
-    """The samples that tell what the stage takes alone, in the order in which they were taken.
+    """The samples as if all had been taken alone, in order: those beside others without what these slow the stage by.
 
-    One that was taken beside others takes no less than alone. It counts where there are none alone, and, on a device
-    count without any, where it is faster than the others lead to expect.
+    None is left out: calls with little to do are beside others more often than not.
     """
     alone = [sample for sample in samples if not sample.beside]
     if len(alone) == len(samples):
@@ -148,16 +155,14 @@ def _alone(
     if not alone:
         notes.append(f"{stage}: only measured beside other stages; taken as its time alone")
         return samples
-    curve, measured = fit_stage(alone, layout=layout), {sample.devices for sample in alone}
-    return [
-        sample
-        for sample in samples
-        if not sample.beside or (sample.devices not in measured and sample.seconds < _seconds(curve, sample))
-    ]
-
-
-def _seconds(curve: StageCost, sample: sched_pb2.Sample) -> float:
-    return float(curve.seconds(curve.items_like(sample), np.array([float(sample.devices)]))[0])
+    factors = fit_corun(samples, {stage: fit_stage(alone, layout=layout)})
+    found = []
+    for sample in samples:
+        changed = sched_pb2.Sample()
+        changed.CopyFrom(sample)
+        changed.seconds /= factors.get((stage, frozenset(sample.beside)), 1.0)
+        found.append(changed)
+    return found
 
 
 def _stage(

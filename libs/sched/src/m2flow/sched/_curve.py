@@ -1,6 +1,6 @@
 """Completion curves: when the j-th chunk of a stage that emits as it finishes is out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -13,22 +13,39 @@ _KNOTS = 32  # of a measured curve
 _AT_ONCE = 0.95  # a stage whose first half of the items comes no sooner than this gives them all at its end
 
 
-def completion_curve(stage: str, spans: Sequence[flow_pb2.Span]) -> sched_pb2.CompletionCurve | None:
-    """The curve of one iteration of a stage over all its ranks.
+def completion_curve(
+    stage: str, spans: Sequence[flow_pb2.Span], devices: int, *, in_loop: bool
+) -> sched_pb2.CompletionCurve | None:
+    """The curve of one iteration of a stage over all its ranks; in a loop, of one call of a rank, the mean of them.
 
-    None where a span has no times of its items, where a rank had several calls (the curve is of whole iterations), or
-    where all items come at the end.
+    None where a span has no times of its items, where a rank outside a loop had several calls (the curve is of whole
+    iterations), or where all items come at the end.
     """
-    if len({s.rank for s in spans}) < len(spans) or not all(s.output_after_ns for s in spans):
+    if not all(s.output_after_ns for s in spans) or (not in_loop and len({s.rank for s in spans}) < len(spans)):
         return None
-    start = min(s.start_ns for s in spans)
-    total = max(s.end_ns for s in spans) - start
-    out = np.sort(np.concatenate([np.array(s.output_after_ns) + (s.start_ns - start) for s in spans])) / max(total, 1)
-    if out[(len(out) - 1) // 2] >= _AT_ONCE:
+    if in_loop:
+        several = [s for s in spans if len(s.output_after_ns) > 1] or spans  # one item says nothing of the others
+        calls = [np.sort(s.output_after_ns) / max(s.end_ns - s.start_ns, 1) for s in several]
+    else:
+        start, end = min(s.start_ns for s in spans), max(s.end_ns for s in spans)
+        out = np.concatenate([np.array(s.output_after_ns) + (s.start_ns - start) for s in spans])
+        calls = [np.sort(out) / max(end - start, 1)]
+    most = max(map(len, calls))
+    done = np.unique(np.ceil(np.linspace(0, 1, _KNOTS + 1)[1:] * most)) / most
+    at = [call[np.ceil(done * len(call) - 1e-9).astype(int) - 1] for call in calls]
+    times = np.minimum(np.average(at, axis=0, weights=list(map(len, calls))), 1.0)
+    if np.interp(0.5, done, times) >= _AT_ONCE:
         return None
-    done = np.unique(np.ceil(np.linspace(0, 1, _KNOTS + 1)[1:] * len(out)).astype(int))
-    times = np.minimum(out[done - 1], 1.0)
-    return sched_pb2.CompletionCurve(stage=stage, time_fraction=times, item_fraction=done / len(out))
+    return sched_pb2.CompletionCurve(stage=stage, time_fraction=times, item_fraction=done, devices=devices)
+
+
+def nearest(
+    curves: Iterable[sched_pb2.CompletionCurve], stage: str, devices: float
+) -> sched_pb2.CompletionCurve | None:
+    """The stage's curve that was measured on the number of devices that is nearest; None where it has none."""
+    own = [c for c in curves if c.stage == stage]
+    measured = [c for c in own if c.devices] or own
+    return min(measured, key=lambda c: abs(np.log(max(c.devices, 1) / devices)), default=None)
 
 
 def chunk_fractions(curve: sched_pb2.CompletionCurve, chunks: int) -> Floats:

@@ -5,7 +5,8 @@ With R rounds and part seconds c_i for a whole batch on their devices:
     in turns               R sum_i c_i(x)
     spread, B sub-batches  S + max((R B - 1) M, (R - 1) S + (B - 1) M),  S = sum_i c_i(x/B), M = max_i c_i(x/B)
 
-the second being exactly when B batches that follow each other round the ring are all through.
+the second being exactly when B batches that follow each other round the ring are all through. Where its groups leave
+their devices, they do so in every round: a loop pays R times their onload and offload.
 """
 
 from collections.abc import Callable, Mapping
@@ -88,8 +89,9 @@ def cycle_rows(
             parts = [[m[index[:, i]] for m in held(g, options[g][2], batches)] for i, g in enumerate(spec.groups)]
             memory = [np.max([p[i] for p in parts], axis=0) for i in (0, 1, 2)]
             found.append((used @ grid.strides, spread_seconds(each, spec.rounds, batches), picks, batches, *memory))
-    return _closed(found, grid, costs.switches_s(spec.groups),
-                   all(workflow.groups[g].can_offload for g in spec.groups))  # fmt: skip
+    onload_s, offload_s = costs.switches_s(spec.groups)
+    can_offload = all(workflow.groups[g].can_offload for g in spec.groups)
+    return _closed(found, grid, (spec.rounds * onload_s, spec.rounds * offload_s), can_offload)
 
 
 def _closed(

@@ -6,7 +6,7 @@ an offloaded group pays onload and offload in each turn; a long-tailed stage let
 """
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -208,27 +208,3 @@ class Clockwork:
     def _note(self, index: int, kind: str, start: float, end: float, fraction: float) -> None:
         if self._record:
             self.events.append(Event(index, kind, start, end, self._states[index].iteration, fraction))
-
-
-def ring_seconds(parts: Mapping[str, float], servers: Mapping[str, str], rounds: int, batches: int) -> float:
-    """Seconds until `batches` equal batches have each gone `rounds` times round the parts, first come first served.
-
-    Args:
-        parts: Seconds of one batch at each part, in ring order.
-        servers: By part, what it occupies: parts with one server take turns on it.
-    """
-    names = list(parts)
-    free = dict.fromkeys(servers.values(), 0.0)
-    heap = [(0.0, batch, 0) for batch in range(batches)]  # by arrival: each part serves in that order
-    heapq.heapify(heap)
-    last, arrivals = 0.0, batches
-    while heap:
-        ready, _, step = heapq.heappop(heap)
-        part = names[step % len(names)]
-        end = max(ready, free[servers[part]]) + parts[part]
-        free[servers[part]] = end
-        last = max(last, end)
-        if step + 1 < rounds * len(names):
-            arrivals += 1
-            heapq.heappush(heap, (end, arrivals, step + 1))
-    return last

@@ -10,6 +10,7 @@ from m2flow.sched._build import Model
 from m2flow.sched._closed_form import intervals, iteration_seconds
 from m2flow.sched._plans import Candidate
 from m2flow.sched._tree import Leaf, Pipe, Tree, Turns, leaves, walk
+from m2flow.sched._workflow import work_sources
 
 Ids = dict[str, tuple[int, ...]]
 
@@ -134,22 +135,20 @@ def _add_edges(model: Model, candidate: Candidate, plan: flow_pb2.ExecutionPlan)
     earlier layer as many as there are layers between and one, so that the one of two consumers that comes first does
     not take all. The feedback of a cycle holds the chunk that goes round.
     """
-    by_chunk, rounds, layer_of = {}, {}, _layers(candidate.tree)
+    by_chunk, layer_of = {}, _layers(candidate.tree)
     leaf_of: dict[str, Leaf] = {}
     for leaf, level in _turns(candidate.tree):
         stages = model.workflow.nodes[leaf.node].stages
         leaf_of.update(dict.fromkeys(stages, leaf))
         if level == "chunk":
             by_chunk.update(dict.fromkeys(stages, leaf))
-        if leaf.batches:
-            rounds.update(dict.fromkeys(stages, leaf.chunks))
-    sources = _work_sources(model)
+    sources = work_sources(model.workflow)
     for stream in model.workflow.graph.streams:
         capacity, consumer = 0, by_chunk.get(stream.consumer)
         volume = model.workflow.volumes[stream.consumer]
         producers = [leaf_of[p] for p in sources[stream.producer] if p in leaf_of]
         if stream.feedback:
-            capacity = ceil(volume / rounds[stream.consumer] - 1e-9) if stream.consumer in rounds else 0
+            capacity = ceil(volume / producers[0].chunks - 1e-9)
         elif consumer is not None and producers and all(p.chunks == consumer.chunks for p in producers):
             between = max(layer_of[consumer.node] - layer_of[p.node] for p in producers)
             capacity = max(1, ceil(volume / consumer.chunks - 1e-9)) * (1 if between == 0 else between + 1)
@@ -165,27 +164,6 @@ def _layers(tree: Tree) -> dict[int, int]:
                 found.update({leaf.node: layer for leaf in leaves(inner)})
         elif isinstance(part, Leaf):
             found.setdefault(part.node, 0)
-    return found
-
-
-def _work_sources(model: Model) -> dict[str, set[str]]:
-    """By stage, the stages with devices that its output comes from: itself, or through passive stages."""
-    working = {s for node in model.workflow.nodes for s in node.stages}
-    producers: dict[str, list[str]] = {s.name: [] for s in model.workflow.graph.stages}
-    for stream in model.workflow.graph.streams:
-        if not stream.feedback:
-            producers[stream.consumer].append(stream.producer)
-    found: dict[str, set[str]] = {}
-    for name in producers:
-        pending, reached, seen = [name], set[str](), set[str]()
-        while pending:
-            stage = pending.pop()
-            if stage in working:
-                reached.add(stage)
-            elif stage not in seen:
-                seen.add(stage)
-                pending += producers[stage]
-        found[name] = reached
     return found
 
 

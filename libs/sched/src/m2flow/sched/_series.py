@@ -14,6 +14,7 @@ from m2flow.proto.sched.v1 import sched_pb2
 _RECENT = 8  # repeats of one measurement that count: the last ones
 _AGREE = 3  # measurements on either side of a jump
 _JUMP = 1.25
+_LATELY = 3  # samples that say how long items are now: with more, a drift is followed late
 _ALIKE = 0.02  # relative difference up to which two amounts are one question
 Question = tuple[int, int, int, int]
 
@@ -45,8 +46,8 @@ def layout_for(samples: Sequence[sched_pb2.Sample], devices_per_rank: int) -> tu
 
 
 def tokens_per_item(samples: Sequence[sched_pb2.Sample]) -> float:
-    """Of the last eighth of the samples, the median; 0 where one of them has no tokens."""
-    last = samples[-max(1, len(samples) // 8) :]
+    """Of the last three samples, the median; 0 where one of them has no tokens."""
+    last = samples[-_LATELY:]
     return median(s.tokens / s.items for s in last) if all(s.tokens > 0 for s in last) else 0.0
 
 

@@ -245,3 +245,24 @@ def _node(graph: flow_pb2.WorkflowGraph, stages: list[str], links: list[_Link]) 
     group_of = {s.name: s.group for s in graph.stages}
     groups = tuple(dict.fromkeys(group_of[s] for s in stages))
     return Node("+".join(stages), tuple(stages), groups, rounds, bool(inside))
+
+
+def work_sources(workflow: Workflow) -> dict[str, set[str]]:
+    """By stage, the stages with devices that its output comes from: itself, or through passive stages."""
+    working = {s for node in workflow.nodes for s in node.stages}
+    producers: dict[str, list[str]] = {s.name: [] for s in workflow.graph.stages}
+    for stream in workflow.graph.streams:
+        if not stream.feedback:
+            producers[stream.consumer].append(stream.producer)
+    found: dict[str, set[str]] = {}
+    for name in producers:
+        pending, reached, seen = [name], set[str](), set[str]()
+        while pending:
+            stage = pending.pop()
+            if stage in working:
+                reached.add(stage)
+            elif stage not in seen:
+                seen.add(stage)
+                pending += producers[stage]
+        found[name] = reached
+    return found

@@ -130,8 +130,8 @@ def fit_stage(
         samples: In the order in which they were taken. The latest 8 of each question count (`_series`). One without a
             layout was taken in the layout asked for.
         layout: Tensor- and pipeline-parallel degrees of the questions; `devices` are data x tensor x pipeline.
-        lengths: All samples of the stage, those beside others too: the last eighth of them tells how many tokens an
-            item has, so that a drift in lengths moves the prediction at once. None: `samples`.
+        lengths: All samples of the stage, those beside others too: the last three of them tell how many tokens an item
+            has, so that a drift in lengths moves the prediction soon. None: `samples`.
     """
     used = recent(steady(samples))
     counts_tokens = all(s.tokens > 0 for s in used)

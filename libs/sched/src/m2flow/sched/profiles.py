@@ -6,6 +6,8 @@ from statistics import median
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched._curve import completion_curve
+from m2flow.sched._hand_offs import hand_offs
+from m2flow.sched._workflow import reduce_graph
 from m2flow.sched.errors import InputError
 
 _KEPT = 256  # samples of one stage: the latest
@@ -25,7 +27,8 @@ def fold_spans(
     a call of the group is the ranks' calls side by side. A stage whose busy time is overlapped by half or more with
     another group's on other devices was measured beside it. Onload and offload become switch costs, a publish stage's
     way from sender to receiver a sync cost: the median of the iterations in the timeline. A stage that gave its items
-    one by one, in one call of each rank, leaves its completion curve: the latest.
+    one by one, in one call of each rank or in a loop, leaves its completion curve on so many devices: the latest. What
+    passes between stages, the devices free and nobody at work, becomes hand-offs (`_hand_offs`).
 
     Raises:
         InputError: a span names a stage that the graph does not have.
@@ -33,6 +36,7 @@ def fold_spans(
     folded = sched_pb2.Profile()
     folded.CopyFrom(profile)
     stages = {s.name: s for s in graph.stages}
+    looped = {stage for node in reduce_graph(graph).nodes if node.cyclic for stage in node.stages}
     devices = {g.group: len(g.device_ids) for g in plan.groups}
     busy: dict[tuple[str, int], list[flow_pb2.Span]] = {}
     waits: dict[tuple[str, int], list[flow_pb2.Span]] = {}
@@ -51,17 +55,20 @@ def fold_spans(
         if stages[stage].kind == flow_pb2.STAGE_KIND_PUBLISH:
             syncs.setdefault(stage, []).append(_sync_seconds(spans, waits.get((stage, iteration), [])))
             continue
-        sample = _sample(stage, spans, devices.get(stages[stage].group, 0) or 1)
+        num_devices = devices.get(stages[stage].group, 0) or 1
+        sample = _sample(stage, spans, num_devices)
         if sample is not None:
             sample.beside.extend(_neighbours(stage, iteration, busy, stages, plan))
             folded.samples.append(sample)
-        curve = completion_curve(stage, spans)
+        curve = completion_curve(stage, spans, num_devices, in_loop=stage in looped)
         if curve is not None:
-            _replace(folded.curves, [curve], ("stage",))
+            _replace(folded.curves, [curve], ("stage", "devices"))
     for stage, seconds in syncs.items():
         _set_sync(folded, stages[stage].group, stages[stage].to, median(seconds))
     for (group, kind), spans in moves.items():
         _set_switch(folded, group, kind, spans)
+    if not plan.staleness:  # else what a device did in another iteration is not in sight
+        _replace(folded.hand_offs, hand_offs(timeline, graph), ("stage",))
     _trim(folded)
     return folded
 
@@ -86,7 +93,8 @@ def merge(profiles: Iterable[sched_pb2.Profile]) -> sched_pb2.Profile:
         merged.samples.extend(profile.samples)
         _replace(merged.switches, profile.switches, ("group",))
         _replace(merged.syncs, profile.syncs, ("source", "target"))
-        _replace(merged.curves, profile.curves, ("stage",))
+        _replace(merged.curves, profile.curves, ("stage", "devices"))
+        _replace(merged.hand_offs, profile.hand_offs, ("stage",))
         _replace(merged.models, profile.models, ("stage",))
         merged.transfer_latency_s = profile.transfer_latency_s or merged.transfer_latency_s
         merged.transfer_bytes_per_s = profile.transfer_bytes_per_s or merged.transfer_bytes_per_s

@@ -1,6 +1,7 @@
 """How a plan would run: a discrete-event simulation of one iteration, with its timeline."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from math import ceil
 
 import numpy as np
@@ -9,7 +10,9 @@ from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched import _curve
 from m2flow.sched._build import Model, build
-from m2flow.sched._events import Clockwork, Event, Task, ring_seconds
+from m2flow.sched._events import Clockwork, Event, Task
+from m2flow.sched._loop import Part, run_loop
+from m2flow.sched._workflow import Node, work_sources
 from m2flow.sched.errors import InputError
 
 _EMISSIONS = 4096  # a curve lets its items out in at most so many steps
@@ -71,17 +74,24 @@ def _tasks(model: Model, plan: flow_pb2.ExecutionPlan) -> list[Task]:
                 raise InputError(f"group {group!r} has devices {strange[:5]}, want ids of the cluster: use its own")
     tasks = []
     for i, node in enumerate(workflow.nodes):
-        first = stages[node.stages[0]]
-        curve = next((c for c in model.request.profile.curves if c.stage == node.name), None)
+        first, fed = stages[node.stages[0]], any(e.consumer == i for e in workflow.edges)
         volume = workflow.volumes[node.stages[0]]
-        batches = _batches(model, plan, node.stages) if node.cyclic else 1
-        fraction = min(1.0, first.granularity * batches / volume)
+        chunk = float(first.granularity)
+        if node.cyclic:  # one that has all its input when the iteration begins lets items in as others leave
+            chunk = volume if not fed else _in_flight(model, plan, node) or chunk
+        fraction = min(1.0, chunk / volume)
         chunks = max(1, ceil(1 / fraction - 1e-9))
+        steps = [_consumer_chunks(model, stages, e.consumer) for e in workflow.edges if e.producer == i]
+        pieces = min(_EMISSIONS, max(steps, default=1))
+        loop = _Loop(model, plan, node) if node.cyclic else None
         emits: list[float] = []
-        if curve is not None and chunks == 1 and not any(e.consumer == i for e in workflow.edges):
-            steps = [_consumer_chunks(model, stages, e.consumer) for e in workflow.edges if e.producer == i]
-            emits = _curve.chunk_fractions(curve, min(_EMISSIONS, max(steps, default=1))).tolist()
-        offloaded = [g for g in node.groups if groups[g].residency == flow_pb2.RESIDENCY_OFFLOADED]
+        if loop is not None and chunks == 1:
+            emits = loop.emits(pieces)
+        elif loop is None and chunks == 1 and not fed:
+            curve = _curve.nearest(model.request.profile.curves, node.name, len(groups[node.groups[0]].device_ids))
+            emits = _curve.chunk_fractions(curve, pieces).tolist() if curve is not None else []
+        # A loop switches in each round: that is in its seconds.
+        offloaded = [g for g in node.groups if groups[g].residency == flow_pb2.RESIDENCY_OFFLOADED and loop is None]
         switches = [costs.switch_s(g) for g in offloaded]
         tasks.append(
             Task(
@@ -95,7 +105,7 @@ def _tasks(model: Model, plan: flow_pb2.ExecutionPlan) -> list[Task]:
                 offload_s=sum(s[1] for s in switches),
                 needs=tuple({(e.producer, e.barrier) for e in workflow.edges if e.consumer == i}),
                 room=_room(model, plan, i),
-                seconds=_seconds(model, plan, i, batches),
+                seconds=_seconds(model, plan, node) if loop is None else loop.seconds,
                 emits=emits,
             )
         )
@@ -109,12 +119,12 @@ def _consumer_chunks(model: Model, stages: dict[str, flow_pb2.StagePlan], node: 
     return max(1, ceil(model.workflow.volumes[stage] / stages[stage].granularity - 1e-9))
 
 
-def _batches(model: Model, plan: flow_pb2.ExecutionPlan, stages: tuple[str, ...]) -> int:
-    """Sub-batches of a cycle that are in flight: what its feedback edge holds, in granularities."""
-    granularity = next(s.granularity for s in plan.stages if s.stage == stages[0])
-    feedback = {(s.producer, s.consumer) for s in model.workflow.graph.streams if s.feedback}
-    held = [e.capacity for e in plan.edges if (e.producer, e.consumer) in feedback and e.consumer in stages]
-    return max(1, round(max(held, default=0) / max(granularity, 1)))
+def _in_flight(model: Model, plan: flow_pb2.ExecutionPlan, node: Node) -> int:
+    """Items that are in a loop at once: what its feedback edge holds; 0 for any number."""
+    sources = work_sources(model.workflow)
+    streams = model.workflow.graph.streams
+    back = {(s.producer, s.consumer) for s in streams if s.feedback and sources[s.producer] & set(node.stages)}
+    return max((e.capacity for e in plan.edges if (e.producer, e.consumer) in back), default=0)
 
 
 def _room(model: Model, plan: flow_pb2.ExecutionPlan, node: int) -> tuple[tuple[int, float], ...]:
@@ -132,37 +142,90 @@ def _room(model: Model, plan: flow_pb2.ExecutionPlan, node: int) -> tuple[tuple[
     return tuple(room)
 
 
-def _seconds(
-    model: Model, plan: flow_pb2.ExecutionPlan, node: int, batches: int
-) -> Callable[[float, frozenset[str]], float]:
+def _seconds(model: Model, plan: flow_pb2.ExecutionPlan, node: Node) -> Callable[[float, frozenset[str]], float]:
     """Seconds of a chunk of a node, by its fraction of the iteration and its neighbours; remembered."""
-    workflow, costs = model.workflow, model.costs
-    spec = workflow.nodes[node]
-    group_of = {s.name: s.group for s in workflow.graph.stages}
-    ids = {g.group: tuple(g.device_ids) for g in plan.groups}
-    stages_of = {n.name: n.stages for n in workflow.nodes}
-    apart = len({ids[g] for g in spec.groups}) == len(spec.groups) > 1
+    stage, group = node.stages[0], node.groups[0]
+    count = float(next(len(g.device_ids) for g in plan.groups if g.group == group))
     memo: dict[tuple[int, frozenset[str]], float] = {}
-
-    def part(stage: str, fraction: float, beside: frozenset[str]) -> float:
-        count = np.array([float(len(ids[group_of[stage]]))])
-        return float(costs.stage_seconds(stage, workflow.volumes[stage] * fraction, count, beside)[0])
 
     def seconds(fraction: float, beside: frozenset[str]) -> float:
         key = round(fraction * 1e9), beside
         if key not in memo:
-            stages = frozenset(s for name in beside for s in stages_of.get(name, ())) if costs.corun else frozenset()
-            if not spec.cyclic:
-                memo[key] = part(spec.stages[0], fraction, stages)
-            else:
-                pieces = batches if apart else 1
-                others = frozenset(spec.stages) if apart else frozenset()
-                times = {s: part(s, fraction / pieces, stages | others - {s}) for s in spec.stages}
-                server = {s: group_of[s] if apart else "all" for s in spec.stages}
-                memo[key] = ring_seconds(times, server, max(1, round(spec.rounds)), pieces)
+            items, neighbours = model.workflow.volumes[stage] * fraction, _stages_of(model, beside)
+            memo[key] = float(model.costs.stage_seconds(stage, items, np.array([count]), neighbours)[0])
         return memo[key]
 
     return seconds
+
+
+def _stages_of(model: Model, beside: frozenset[str]) -> frozenset[str]:
+    """The stages of nodes that run side by side, where neighbours slow each other."""
+    if not model.costs.corun:
+        return frozenset()
+    return frozenset(s for n in model.workflow.nodes if n.name in beside for s in n.stages)
+
+
+class _Loop:
+    """A node that is a loop, under a plan: its ranks on a clock of their own, once for every question."""
+
+    def __init__(self, model: Model, plan: flow_pb2.ExecutionPlan, node: Node) -> None:
+        self._model, self._plan, self._node = model, plan, node
+        self._groups = {g.group: g for g in plan.groups}
+        self._stages = {s.stage: s for s in plan.stages}
+        self._group_of = {s.name: s.group for s in model.workflow.graph.stages}
+        self._memo: dict[tuple[int, frozenset[str]], tuple[float, list[float]]] = {}
+
+    def seconds(self, fraction: float, beside: frozenset[str]) -> float:
+        """Until a fraction of the iteration's items has been round as often as it has to, all switching included."""
+        return self._run(fraction, beside)[0]
+
+    def emits(self, pieces: int) -> list[float]:
+        """The fractions of the time at which the j-th of so many equal parts of all items is out."""
+        end, done = self._run(1.0, frozenset())
+        return [done[ceil(j * len(done) / pieces) - 1] / end for j in range(1, pieces + 1)]
+
+    def _run(self, fraction: float, beside: frozenset[str]) -> tuple[float, list[float]]:
+        key = round(fraction * 1e9), beside
+        if key not in self._memo:
+            parts = [self._part(stage, beside) for stage in self._node.stages]
+            items = max(1, round(self._model.workflow.volumes[self._node.stages[0]] * fraction))
+            in_flight = _in_flight(self._model, self._plan, self._node)
+            self._memo[key] = run_loop(parts, items, max(1, round(self._node.rounds)), in_flight)
+        return self._memo[key]
+
+    def _part(self, stage: str, beside: frozenset[str]) -> Part:
+        model, group = self._model, self._groups[self._group_of[stage]]
+        ids, num_ranks = list(group.device_ids), group.num_ranks or 1
+        neighbours = _stages_of(model, beside) | {s for s in self._node.stages if not self._share(s, stage)}
+        away = group.residency == flow_pb2.RESIDENCY_OFFLOADED
+        onload_s, offload_s = model.costs.switch_s(group.group) if away else (0.0, 0.0)
+        curve = _curve.nearest(model.request.profile.curves, stage, len(ids))
+        count = np.array([float(len(ids))])
+
+        @cache
+        def seconds(items: int) -> float:
+            call = model.costs.stage_seconds(stage, items * num_ranks, count, frozenset(neighbours))
+            return float(call[0]) - model.costs.hand_off_s(stage)
+
+        @cache
+        def emits(items: int) -> Sequence[float]:
+            return [1.0] * items if curve is None else _curve.chunk_fractions(curve, items).tolist()
+
+        width = len(ids) // num_ranks
+        return Part(
+            ranks=[frozenset(ids[r * width : (r + 1) * width]) for r in range(num_ranks)],
+            share=-(-self._stages[stage].granularity // num_ranks),
+            hold=self._stages[stage].hold,
+            onload_s=onload_s,
+            offload_s=offload_s,
+            hand_off_s=model.costs.hand_off_s(stage),
+            seconds=seconds,
+            emits=emits,
+        )
+
+    def _share(self, one: str, other: str) -> bool:
+        ids = [set(self._groups[self._group_of[stage]].device_ids) for stage in (one, other)]
+        return bool(ids[0] & ids[1])
 
 
 def _publication(model: Model, plan: flow_pb2.ExecutionPlan, publish: flow_pb2.Stage) -> Task:
@@ -170,7 +233,7 @@ def _publication(model: Model, plan: flow_pb2.ExecutionPlan, publish: flow_pb2.S
     known = {(s.source, s.target): s.seconds for s in model.request.profile.syncs}
     devices = frozenset(d for g in plan.groups if g.group in (publish.group, publish.to) for d in g.device_ids)
     position = max((s.position for s in plan.stages if s.stage == publish.name), default=1 << 30)
-    cost = known.get((publish.group, publish.to), 0.0)
+    cost = known.get((publish.group, publish.to), 0.0) + model.costs.hand_offs.get(publish.name, 0.0)
     return Task(
         name=publish.name,
         devices=devices,

@@ -26,14 +26,15 @@ class Giver:
     def give(self) -> str:
         """Takes the worker off its devices, offers its state under another name, which it returns, and frees its own.
 
-        Blocks for the worker's present call, then for the copy.
+        The name is empty where there is nothing to keep. Blocks for the worker's present call, which must be its last.
         """
         with self._context.turn:
             self._worker.offload()
-            self._endpoint = self._context.open_endpoint(self._name)
-            self._endpoint.stage_weights(_NAME, _VERSION, self._worker.shards())
+            if shards := self._worker.shards():
+                self._endpoint = self._context.open_endpoint(self._name)
+                self._endpoint.offer_weights(_NAME, _VERSION, shards)
         self._context.endpoint.close()
-        return self._name
+        return self._name if shards else ""
 
     def leave(self) -> None:
         """Withdraws the state."""
@@ -45,7 +46,7 @@ class Taker:
     """Beside a rank that follows."""
 
     def __init__(self, worker: Worker, context: WorkerContext, sources: Sequence[str]) -> None:
-        """`sources` are the names under which the former ranks offer their state."""
+        """`sources` are what the former ranks' `give` returned, in rank order."""
         self._worker = worker
         self._context = context
         self._sources = sources
@@ -57,11 +58,11 @@ class Taker:
         """
         with self._context.turn:
             wanted = {name: box_of(value) for name, value in self._worker.shards().items()}
+            sources = [name for name in self._sources if name]
             receiver = self._context.endpoint.weight_receiver(
-                _NAME, sources=self._sources, wanted=wanted, first_source=self._context.rank
+                _NAME, sources=sources, wanted=wanted, first_source=self._context.rank
             )
-            receiver.prepare(_VERSION)
-            receiver.commit(self._worker.load_shards)
+            receiver.stream(_VERSION, self._worker.load_shards)
 
 
 def box_of(value: Any) -> Box:

@@ -114,31 +114,43 @@ class Session:
         return [self.groups[spec.name] for spec, _ in placed]
 
     def replace(self, group: WorkerGroup, placement: Placement | str, *, timeout_s: float | None = None) -> WorkerGroup:
-        """Gives a group other devices or another number of ranks; returns the group that follows it. Blocks.
+        """Gives one group other devices or another number of ranks; see `replace_all`."""
+        return self.replace_all([(group, placement)], timeout_s=timeout_s)[0]
+
+    def replace_all(
+        self, moves: Sequence[tuple[WorkerGroup, Placement | str]], *, timeout_s: float | None = None
+    ) -> list[WorkerGroup]:
+        """Gives groups other devices or other numbers of ranks, side by side; returns those that follow them. Blocks.
 
         No process is moved. The present ranks offload and hand over their names, new ranks start, what `Worker.shards`
-        named streams to them, cut as they want it, and the former ranks are stopped. To be called when nothing is
-        asked of the group. Raises PlacementError where nothing has happened yet; LaunchError or WorkerFailed, as
-        `start_all` does, where the group is lost.
+        named streams to them, cut as they want it, and the former ranks are stopped: before the new ones start, where
+        they keep nothing. To be called when nothing is asked of the groups. Raises PlacementError where nothing has
+        happened yet; LaunchError or WorkerFailed, as `start_all` does, where the groups are lost.
         """
-        placed = self._placed(group.spec, placement)
-        hosts = {self._links[self.cluster.devices[number].node].host for number in placed.device_ids}
-        if len(hosts | {self._ranks[group.key, rank].link.host for rank in group.ranks}) > 1:
-            raise PlacementError(
-                f"group {group.name}: a group is re-placed within one machine, not from one to another"
-            )
-        estate = group.attach("estate", GIVER, next(self._ids))
-        sources = estate.give().result()
-        for rank in group.ranks:
-            self.residency.release(f"{group.name}.{rank}")
-        with self._mutex:
-            del self.groups[group.name]
-        key = group_key(group.name, next(self._ids))
-        self._await_start([self._begin(group.spec, placed, key)], timeout_s)
-        heirs = self.groups[group.name]
-        heirs.attach("inheritance", TAKER, sources).take().wait()
-        estate.leave().wait()
-        self.stop(group)
+        placed = [self._placed_again(group, placement) for group, placement in moves]
+        retiring = [group for group, _ in moves]
+        estates = [group.attach("estate", GIVER, next(self._ids)) for group in retiring]
+        sources = [handle.result() for handle in [estate.give() for estate in estates]]
+        for group, names in zip(retiring, sources, strict=True):
+            for rank in group.ranks:
+                self.residency.release(f"{group.name}.{rank}")
+            with self._mutex:
+                del self.groups[group.name]
+            if not any(names):
+                self.stop(group)
+        starts = [
+            self._begin(group.spec, placement, group_key(group.name, next(self._ids)))
+            for group, placement in zip(retiring, placed, strict=True)
+        ]
+        self._await_start(starts, timeout_s)
+        heirs = [self.groups[group.name] for group in retiring]
+        keeping = [number for number, names in enumerate(sources) if any(names)]
+        for handle in [heirs[n].attach("inheritance", TAKER, sources[n]).take() for n in keeping]:
+            handle.wait()
+        for handle in [estates[n].leave() for n in keeping]:
+            handle.wait()
+        for number in keeping:
+            self.stop(retiring[number])
         return heirs
 
     def stop(self, group: WorkerGroup, *, grace_s: float = 10.0) -> None:
@@ -235,6 +247,15 @@ class Session:
                     f"they share a process (ranks_per_process={spec.ranks_per_process})"
                 )
         return placement
+
+    def _placed_again(self, group: WorkerGroup, placement: Placement | str) -> Placement:
+        placed = self._placed(group.spec, placement)
+        hosts = {self._links[self.cluster.devices[number].node].host for number in placed.device_ids}
+        if len(hosts | {self._ranks[group.key, rank].link.host for rank in group.ranks}) > 1:
+            raise PlacementError(
+                f"group {group.name}: a group is re-placed within one machine, not from one to another"
+            )
+        return placed
 
     def _await_start(self, handles: Sequence[CallHandle], timeout_s: float | None) -> None:
         end = time.monotonic() + (self._start_timeout_s if timeout_s is None else timeout_s)

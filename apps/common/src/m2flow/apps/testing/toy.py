@@ -40,7 +40,7 @@ class ToyActor(SyntheticActor):
         """Starts anew, or from a checkpoint."""
         super().setup()
         if self.config["resume"]:
-            self.load_state_dict(json.loads((Path(self.config["resume"]) / "state.json").read_text(encoding="utf-8")))
+            self.load_shards(json.loads((Path(self.config["resume"]) / "state.json").read_text(encoding="utf-8")))
 
     @stage
     def train(self, items: list[Item]) -> Iterable[Item]:
@@ -53,8 +53,7 @@ class ToyActor(SyntheticActor):
 
     def save_checkpoint(self, directory: str) -> None:
         """Writes all that a successor needs."""
-        state = {"weights": list(map(float, self._weights)), "gradient": list(map(float, self._gradient))}
-        text = json.dumps({**state, "seen": self._seen, "steps": self._steps})
+        text = json.dumps({name: value.tolist() for name, value in self.shards().items()})
         (Path(directory) / "state.json").write_text(text, encoding="utf-8")
 
 

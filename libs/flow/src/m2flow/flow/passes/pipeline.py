@@ -43,6 +43,7 @@ def _piped(
             stage.inbox,
             routed=is_routed(graph, stage.name, num_ranks),
             capacity=inbox_capacity(graph, plan, stage.name),
+            in_flight=-(-_in_flight(graph, plan, stage.name) // num_ranks),
         ),
     )
 
@@ -69,3 +70,9 @@ def inbox_capacity(graph: Graph, plan: pb.ExecutionPlan, name: str) -> int:
     held = {edge.producer: edge.capacity for edge in plan.edges if (edge.producer, edge.consumer) in edges}
     capacities = [held.get(port, 0) for port in ports]
     return sum(capacities) if capacities and all(capacities) else 0
+
+
+def _in_flight(graph: Graph, plan: pb.ExecutionPlan, name: str) -> int:
+    """Items that may be in the loop that a stage is the head of: what its feedback holds; 0 for any number."""
+    back = {(s.producer, s.consumer) for s in graph.streams if s.feedback} & graph.into(name)
+    return max((edge.capacity for edge in plan.edges if (edge.producer, edge.consumer) in back), default=0)

@@ -15,7 +15,7 @@ import random
 import signal
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,8 +84,7 @@ class SyntheticWorker(Worker):
     @stage
     def work(self, items: list[Item]) -> Iterator[Item]:
         """The items as they finish, with the field "worked" counted up."""
-        for item in self.take_time(items):
-            yield item.with_fields(worked=item.fields.get("worked", 0) + 1)
+        return self.take_time(items, lambda item: item.with_fields(worked=item.fields.get("worked", 0) + 1))
 
     def work_through(self, items: list[Item]) -> list[Item]:
         """What the worker's own stage gives for these items, as a plain call."""
@@ -101,16 +100,20 @@ class SyntheticWorker(Worker):
             pass
         return (time.monotonic() - start - expected_s) / num_items
 
-    def take_time(self, items: list[Item]) -> Iterator[Item]:
-        """The items in the order in which they finish, at the times at which they do. Sleeps."""
+    def take_time(self, items: list[Item], make: Callable[[Item], Item]) -> Iterator[Item]:
+        """What `make` makes of the items, in the order in which they finish, at the times at which they do. Sleeps.
+
+        An item is made before its time has come: making it costs no more than the cost model says.
+        """
         if not self.loaded:
             raise RuntimeError(f"{self.context.group}.{self.context.rank}: its state is offloaded: onload it first")
         start = time.monotonic() + self.config.fixed_s
         for finish_s, item in self.schedule(items):
+            made = make(item)
             time.sleep(max(0.0, start + finish_s - time.monotonic()))
             if self.config.die_on and item.id in self.config.die_on and self.context.attempt == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            yield item
+            yield made
 
     def schedule(self, items: list[Item]) -> list[tuple[float, Item]]:
         """Each item and the seconds after which it finishes, in that order; ties go by `seq`."""
@@ -153,12 +156,14 @@ class SyntheticRollout(SyntheticWorker):
         """Children with completion_ids, int32 of their own length, and the policy_version that made them."""
         samples = self.config.samples
         children = [item.child(index, samples, "prompt") for item in items for index in range(samples)]
-        for child in self.take_time(children):
-            length = max(1, round(self.config.length * self.factor(child)))
-            ids = np.random.default_rng(self.rng(child).getrandbits(32)).integers(0, 1000, length, dtype=np.int32)
-            yield child.with_fields(
-                completion_ids=(ids + int(self.weight * 1e6)) % 1000, policy_version=self.policy_version
-            )
+        return self.take_time(children, self._complete)
+
+    def _complete(self, child: Item) -> Item:
+        length = max(1, round(self.config.length * self.factor(child)))
+        ids = np.random.default_rng(self.rng(child).getrandbits(32)).integers(0, 1000, length, dtype=np.int32)
+        return child.with_fields(
+            completion_ids=(ids + int(self.weight * 1e6)) % 1000, policy_version=self.policy_version
+        )
 
 
 class SyntheticReward(SyntheticWorker):
@@ -169,8 +174,9 @@ class SyntheticReward(SyntheticWorker):
     @stage
     def score(self, items: list[Item]) -> Iterator[Item]:
         """The items with `reward`, from 0 to 1."""
-        for item in self.take_time(items):
-            yield item.with_fields(reward=float(np.mean(item.fields["completion_ids"]) / 1000))
+        return self.take_time(
+            items, lambda item: item.with_fields(reward=float(np.mean(item.fields["completion_ids"]) / 1000))
+        )
 
 
 class SyntheticTrainer(SyntheticWorker):
@@ -185,21 +191,25 @@ class SyntheticTrainer(SyntheticWorker):
     @stage
     def train(self, items: list[Item]) -> Iterator[Item]:
         """The items, or groups of them, each with its `loss`; the weights move by what they hold."""
-        for item in self.take_time(items):
-            members = item.members or (item,)
-            loss = sum(float(member.fields.get("reward", 0.0)) for member in members if not member.tombstone)
-            self.state["seen"] += len(members)
-            self.state["moved"] += round(loss * 1e9)
-            yield item.with_fields(loss=loss)
+        return self.take_time(items, self._learn)
+
+    def _learn(self, item: Item) -> Item:
+        members = item.members or (item,)
+        loss = sum(float(member.fields.get("reward", 0.0)) for member in members if not member.tombstone)
+        self.state["seen"] += len(members)
+        self.state["moved"] += round(loss * 1e9)
+        return item.with_fields(loss=loss)
 
     def named_weights(self) -> dict[str, Any]:
         """What is published."""
         return {"weight": np.full(4, self.state["moved"] * 1e-12)}
 
-    def state_dict(self) -> dict[str, Any]:
+    def totals(self) -> dict[str, Any]:
         """All of its state."""
         return dict(self.state)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The reverse of `state_dict`."""
-        self.state = dict(state)
+    def shards(self) -> dict[str, Any]:
+        return {name: np.array(value) for name, value in self.state.items()}
+
+    def load_shards(self, shards: Mapping[str, Any]) -> None:
+        self.state |= {name: int(value) for name, value in shards.items()}

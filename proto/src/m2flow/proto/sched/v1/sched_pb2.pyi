@@ -50,14 +50,24 @@ class Sample(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., devices: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., items: _Optional[float] = ..., tokens: _Optional[float] = ..., seconds: _Optional[float] = ..., peak_bytes: _Optional[float] = ..., beside: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CompletionCurve(_message.Message):
-    __slots__ = ("stage", "time_fraction", "item_fraction")
+    __slots__ = ("stage", "time_fraction", "item_fraction", "devices")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     TIME_FRACTION_FIELD_NUMBER: _ClassVar[int]
     ITEM_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     stage: str
     time_fraction: _containers.RepeatedScalarFieldContainer[float]
     item_fraction: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, stage: _Optional[str] = ..., time_fraction: _Optional[_Iterable[float]] = ..., item_fraction: _Optional[_Iterable[float]] = ...) -> None: ...
+    devices: int
+    def __init__(self, stage: _Optional[str] = ..., time_fraction: _Optional[_Iterable[float]] = ..., item_fraction: _Optional[_Iterable[float]] = ..., devices: _Optional[int] = ...) -> None: ...
+
+class HandOff(_message.Message):
+    __slots__ = ("stage", "seconds")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    stage: str
+    seconds: float
+    def __init__(self, stage: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class SwitchCost(_message.Message):
     __slots__ = ("group", "onload_s", "offload_s", "resident_bytes", "offloaded_bytes")
@@ -84,7 +94,7 @@ class SyncCost(_message.Message):
     def __init__(self, source: _Optional[str] = ..., target: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Profile(_message.Message):
-    __slots__ = ("model", "hardware", "version", "samples", "curves", "switches", "syncs", "transfer_latency_s", "transfer_bytes_per_s", "models", "measured_on")
+    __slots__ = ("model", "hardware", "version", "samples", "curves", "switches", "syncs", "transfer_latency_s", "transfer_bytes_per_s", "models", "measured_on", "hand_offs")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     HARDWARE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +106,7 @@ class Profile(_message.Message):
     TRANSFER_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     MEASURED_ON_FIELD_NUMBER: _ClassVar[int]
+    HAND_OFFS_FIELD_NUMBER: _ClassVar[int]
     model: str
     hardware: str
     version: str
@@ -107,7 +118,8 @@ class Profile(_message.Message):
     transfer_bytes_per_s: float
     models: _containers.RepeatedCompositeFieldContainer[StageModel]
     measured_on: DeviceSpec
-    def __init__(self, model: _Optional[str] = ..., hardware: _Optional[str] = ..., version: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., curves: _Optional[_Iterable[_Union[CompletionCurve, _Mapping]]] = ..., switches: _Optional[_Iterable[_Union[SwitchCost, _Mapping]]] = ..., syncs: _Optional[_Iterable[_Union[SyncCost, _Mapping]]] = ..., transfer_latency_s: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[StageModel, _Mapping]]] = ..., measured_on: _Optional[_Union[DeviceSpec, _Mapping]] = ...) -> None: ...
+    hand_offs: _containers.RepeatedCompositeFieldContainer[HandOff]
+    def __init__(self, model: _Optional[str] = ..., hardware: _Optional[str] = ..., version: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., curves: _Optional[_Iterable[_Union[CompletionCurve, _Mapping]]] = ..., switches: _Optional[_Iterable[_Union[SwitchCost, _Mapping]]] = ..., syncs: _Optional[_Iterable[_Union[SyncCost, _Mapping]]] = ..., transfer_latency_s: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[StageModel, _Mapping]]] = ..., measured_on: _Optional[_Union[DeviceSpec, _Mapping]] = ..., hand_offs: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ...) -> None: ...
 
 class Transformer(_message.Message):
     __slots__ = ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocabulary", "tied_embeddings", "experts", "active_experts", "head_size")

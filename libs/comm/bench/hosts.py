@@ -1,0 +1,82 @@
+"""Across hosts: how much of a limited line the gRPC path fills, between two network namespaces of this machine."""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import network_of_two
+from _rows import main, row
+
+from m2flow.comm import ChannelClosedError, Endpoint
+
+MIB = 1 << 20
+LINE_BYTES_PER_S = 25e6
+NUM_ITEMS, WARM_ITEMS, ITEM_BYTES = 60, 20, 4 * MIB
+
+
+def takes(directory: str) -> None:
+    """Takes items on host b, and prints the bytes a second between the warm ones and the last."""
+    with Endpoint(Path(directory), "b", token="bench") as endpoint:
+        endpoint.listen(f"{network_of_two.ADDRESSES['b']}:7000")
+        endpoint.host_channel("q", capacity=4, producers=["a"], consumers=["b"])
+        channel = endpoint.channel("q", host="b")
+        print("up", flush=True)
+        times: list[float] = []
+        while True:
+            try:
+                channel.ack(channel.get())
+            except ChannelClosedError:
+                break
+            times.append(time.perf_counter())
+    print(json.dumps((NUM_ITEMS - WARM_ITEMS - 1) * ITEM_BYTES / (times[-1] - times[WARM_ITEMS])), flush=True)
+
+
+def puts(directory: str) -> None:
+    """Puts items from host a."""
+    with Endpoint(Path(directory), "a", token="bench", connect_timeout_s=30) as endpoint:
+        endpoint.add_address("b", f"{network_of_two.ADDRESSES['b']}:7000")
+        channel = endpoint.channel("q", host="b")
+        item = np.ones(ITEM_BYTES, np.uint8)
+        for index in range(NUM_ITEMS):
+            channel.put(item, id=str(index))
+        channel.close()
+
+
+def over_a_line(**fields: float) -> float:
+    """Returns the bytes a second of items through a channel between two hosts whose line is so."""
+    with tempfile.TemporaryDirectory(prefix="m2b") as directory, network_of_two.network(Path(directory)) as network:
+        taker = network.host("b", __file__, "--takes", f"{directory}/b")
+        assert taker.stdout is not None
+        assert taker.stdout.readline() == "up\n"
+        network.set(bytes_per_s=LINE_BYTES_PER_S, **fields)
+        network.host("a", __file__, "--puts", f"{directory}/a")
+        return float(json.loads(taker.stdout.readline()))
+
+
+def measure() -> Iterator[dict[str, Any]]:
+    if why_not := network_of_two.why_not():
+        print(f"no two hosts can be made here: {why_not}", file=sys.stderr)
+        return
+    for name, fields in (("", {}), (", 10 ms each way", {"delay_s": 0.01})):
+        rate = over_a_line(**fields) / 1e6
+        line = LINE_BYTES_PER_S / 1e6
+        about = {"target": 0.8, "at_least": True, "on_ratio": True}
+        yield row(f"4 MiB items over a line{name}", rate, "MB/s", peer="its limit", peer_value=line, **about)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--takes"]:
+        takes(sys.argv[2])
+    elif sys.argv[1:2] == ["--puts"]:
+        puts(sys.argv[2])
+    else:
+        main(__file__, measure, {})

@@ -1,0 +1,45 @@
+"""Objects that are handed over inside this process: a number stands for each, as a block stands for bytes.
+
+A number is found for as long as anybody holds its `Reference`: whoever asks to put it, then the channel that it waits
+in. Nobody has to take it back, whatever fails on the way.
+"""
+
+import itertools
+import os
+import weakref
+
+from m2flow.comm.errors import CommError
+from m2flow.comm.payload import Tree
+from m2flow.proto.comm.v1 import comm_pb2
+
+# In place of a segment's id: random, so that no other process means it.
+_SEGMENT = int.from_bytes(os.urandom(8), "little")
+_numbers = itertools.count(1)
+_held: "weakref.WeakValueDictionary[int, Reference]" = weakref.WeakValueDictionary()
+
+
+class Reference:
+    """One object; whoever holds this keeps it."""
+
+    __slots__ = ("__weakref__", "block", "tree")
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self.block = comm_pb2.Block(segment=_SEGMENT, offset_bytes=next(_numbers))
+        _held[self.block.offset_bytes] = self
+
+    def drop(self) -> None:
+        """Ends nothing by itself: who drops it has held it."""
+
+
+def is_reference(block: comm_pb2.Block) -> bool:
+    """Says whether a block stands for an object of this process."""
+    return block.segment == _SEGMENT
+
+
+def referenced(block: comm_pb2.Block) -> Reference:
+    """Returns the object that a block stands for; raises CommError where nobody holds it any more."""
+    found = _held.get(block.offset_bytes)
+    if found is None:
+        raise CommError(f"object {block.offset_bytes} is gone: its channel gave it to another reader or was dropped")
+    return found

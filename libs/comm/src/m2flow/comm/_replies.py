@@ -1,0 +1,111 @@
+"""What comes over a link, and how a thread waits for it: it reads the link meanwhile, as no other thread is quicker."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+_T = TypeVar("_T")
+
+
+class Awaited(Protocol):
+    """What a thread may wait for."""
+
+    def done(self) -> bool: ...
+
+
+class Readable(Protocol):
+    """A link that the waiting thread reads."""
+
+    def read_until(self, awaited: Awaited, timeout_s: float | None) -> None: ...
+    def interrupt(self, awaited: Awaited) -> None: ...
+
+
+class Reply:
+    """The body of a request's answer, once it is there, or what went wrong instead.
+
+    There is one for every message, so it is less than a Future: it takes no lock, and whoever waits brings one.
+    """
+
+    __slots__ = ("_body", "_callbacks", "_done", "_error", "_link")
+
+    def __init__(self, link: Readable) -> None:
+        self._link = link
+        self._body = b""
+        self._error: Exception | None = None
+        self._done = False
+        self._callbacks: deque[Callable[[Reply], None]] = deque()
+
+    def done(self) -> bool:
+        """Says whether `result` returns, or raises, at once."""
+        return self._done
+
+    def resolve(self, body: bytes, error: Exception | None = None) -> None:
+        """Ends the wait; a callback runs here or where it is added, once."""
+        self._body, self._error, self._done = body, error, True
+        self._call_back()
+
+    def add_done_callback(self, callback: "Callable[[Reply], None]") -> None:
+        """Calls `callback(self)` when this is done: on the thread that reads, or at once."""
+        self._callbacks.append(callback)
+        if self._done:
+            self._call_back()
+
+    def result(self, timeout_s: float | None = None) -> bytes:
+        """Blocks for the body; raises what went wrong, or TimeoutError."""
+        if not self._done:
+            self._wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return self._body
+
+    def error(self) -> Exception | None:
+        """Returns what went wrong, if anything did; of one that is done."""
+        return self._error
+
+    def _wait(self, timeout_s: float | None) -> None:
+        since = time.monotonic()
+        self._link.read_until(self, timeout_s)
+        if self._done:
+            return
+        # Another thread reads the link, or nobody may yet.
+        woken = threading.Lock()
+        woken.acquire()
+        self.add_done_callback(lambda _: woken.release())
+        left = -1.0 if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - since))
+        if not woken.acquire(timeout=left) and not self._done:
+            raise TimeoutError
+
+    def _call_back(self) -> None:
+        while self._callbacks:
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:
+                # Another thread, adding a callback at this very moment, has called the last one.
+                return
+            callback(self)
+
+
+class Answer(Future[_T]):
+    """A future that comes over a link, for callers who want one: it may be cancelled, and resolved by any thread."""
+
+    link: Readable | None = None
+
+    def result(self, timeout: float | None = None) -> _T:
+        """Like Future's."""
+        return super().result(self._read(timeout))
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Like Future's."""
+        return super().exception(self._read(timeout))
+
+    def _read(self, timeout: float | None) -> float | None:
+        """Reads the link until this is done or the time is over; returns the time left."""
+        if self.link is None or self.done():
+            return timeout
+        since = time.monotonic()
+        self.add_done_callback(self.link.interrupt)
+        self.link.read_until(self, timeout)
+        return None if timeout is None else max(0.0, timeout - (time.monotonic() - since))

@@ -1,0 +1,105 @@
+"""Channels whose ends are all in one process: the object itself is handed over, leased and given out again."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from m2flow.comm import ChannelFullError, Endpoint, PayloadError, Put, TimeoutError_
+
+Ends = tuple[Endpoint, ...]
+
+
+@pytest.fixture
+def ends(run_dir: Path) -> Iterator[Ends]:
+    """Endpoints "host", "p", "c" and "d" of this process, and a channel "q" of capacity 4 from "p" to "c" and "d"."""
+    with ExitStack() as stack:
+        made = tuple(
+            stack.enter_context(Endpoint(run_dir, name, token="token-of-this-run")) for name in ("host", "p", "c", "d")
+        )
+        made[0].host_channel("q", capacity=4, producers=["p"], consumers=["c", "d"])
+        yield made
+
+
+def test_the_item_itself_arrives_and_nothing_of_it_is_kept(ends: Ends) -> None:
+    host, p, c, _ = ends
+    array = np.zeros(100_000)
+    kept = weakref.ref(array)
+    item = {"x": array}
+    p.channel("q", host="host").put(item, id="1")
+    channel = c.channel("q", host="host")
+    lease = channel.get(timeout_s=5)
+    assert lease.item is item
+    assert p._fabric.pool.size_bytes == 0
+    channel.ack(lease)
+    assert channel.stats().acked == 1
+    del lease, item, array
+    gc.collect()
+    assert kept() is None
+    assert host.name == "host"
+
+
+def test_one_endpoint_may_be_all_of_the_ends(run_dir: Path) -> None:
+    with Endpoint(run_dir, "a", token="t") as a:
+        a.host_channel("q", producers=["a"], consumers=["a"])
+        channel = a.channel("q", host="a")
+        channel.put_many([Put(item=[index]) for index in range(3)])
+        channel.put_tombstone(id="4", iteration=0, reason="skipped")
+        assert [lease.item for lease in channel.get_batch(4, timeout_s=5)] == [[0], [1], [2], None]
+
+
+def test_it_is_given_out_again_when_its_consumer_leaves_and_its_producer_has_left(ends: Ends) -> None:
+    _, p, c, d = ends
+    item = {"x": np.ones(3)}
+    p.channel("q", host="host").put(item)
+    p.close()
+    taken = c.channel("q", host="host").get(timeout_s=5)
+    assert taken.item is item
+    del taken
+    c.close()
+    again = d.channel("q", host="host").get(timeout_s=5)
+    assert again.item is item
+
+
+def test_what_has_no_encoding_is_refused_here_as_anywhere(ends: Ends) -> None:
+    channel = ends[1].channel("q", host="host")
+    with pytest.raises(PayloadError):
+        channel.put({"x": object()})
+    assert channel.stats().put == 0
+
+
+def test_what_is_refused_or_times_out_is_not_kept(ends: Ends) -> None:
+    channel = ends[1].channel("q", host="host")
+    channel.put_many([Put(item=index) for index in range(4)])
+    arrays = [np.zeros(10), np.zeros(10)]
+    kept = [weakref.ref(array) for array in arrays]
+    with pytest.raises(ChannelFullError):
+        channel.put_nowait(arrays[0])
+    with pytest.raises(TimeoutError_):
+        channel.put(arrays[1], timeout_s=0.05)
+    del arrays
+    gc.collect()
+    assert [found() for found in kept] == [None, None]
+
+
+def test_a_consumer_elsewhere_makes_items_leave_as_bytes(ends: Ends) -> None:
+    host, p, c, _ = ends
+    host.host_channel("w", producers=["p"], consumers=["c", "elsewhere"])
+    item = {"x": np.arange(5)}
+    p.channel("w", host="host").put(item)
+    arrived = c.channel("w", host="host").get(timeout_s=5).item
+    assert arrived is not item
+    assert not np.shares_memory(arrived["x"], item["x"])
+
+
+def test_a_consumer_elsewhere_that_joins_later_gets_what_was_put_before(ends: Ends, peer: Any) -> None:
+    host, p, _, _ = ends
+    p.channel("q", host="host").put({"x": np.arange(50_000)})
+    host.set_channel_members("q", producers=["p"], consumers=["v"])
+    late = peer("v", "say(endpoint.channel('q', host='host').get(timeout_s=10).item['x'].sum())")
+    assert late.line() == str(np.arange(50_000).sum())

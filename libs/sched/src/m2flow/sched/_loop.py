@@ -1,0 +1,169 @@
+"""A feedback loop on a clock, as the runtime runs it: no batch waits for its slowest item.
+
+Every rank of a part takes what has come to it, up to its share, and sends items on as they finish; items keep to their
+ranks, and only so many are in the loop at once: the others enter as some leave. After a call a rank needs a hand-off
+until it begins again or lets others in: it puts its outputs and asks for more; its last items arrive in the middle of
+that. Ranks on common devices take turns: a rank comes to its devices with work in hand, and leaves them, each time with
+its onload and its offload, when nothing more has come.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import ceil, gcd
+
+_EPS = 1e-9
+_UNITS = 256  # items that are followed one by one: of more, several go together
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stage of a loop.
+
+    Args:
+        ranks: The devices of each rank.
+        share: Items that a rank takes in one call at most.
+        hold: Keeps its devices from call to call, as long as there is work.
+        onload_s, offload_s: Paid whenever a rank comes to its devices, and leaves them.
+        hand_off_s: From the end of a call until the next one begins, where items are there.
+        seconds: Of one call of the whole group, every rank with so many items.
+        emits: For a call of n items the fractions of its time at which they are out, ascending.
+    """
+
+    ranks: Sequence[frozenset[int]]
+    share: int
+    hold: bool
+    onload_s: float
+    offload_s: float
+    hand_off_s: float
+    seconds: Callable[[int], float]
+    emits: Callable[[int], Sequence[float]]
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    part: int
+    devices: frozenset[int]
+    queue: deque[int] = field(default_factory=deque)  # by unit
+    outside: deque[int] = field(default_factory=deque)  # units that have yet to enter the loop here
+    running: bool = False
+    holds: bool = False
+    loaded: bool = False
+    rivals: list["_Rank"] = field(default_factory=list)
+
+
+def run_loop(parts: Sequence[Part], items: int, rounds: int, in_flight: int = 0) -> tuple[float, list[float]]:
+    """Seconds until `items` items have each gone `rounds` times round the parts, and when each had, ascending.
+
+    `in_flight` of them are in the loop at once at most; 0 is any number. Of many items, or of ranks that never meet and
+    do the same, some stand for all.
+    """
+    apart = _apart(parts)
+    bundle = ceil(ceil(items / apart) / _UNITS)
+    units = ceil(items / apart / bundle)
+    most = ceil(in_flight / len(parts[0].ranks) / bundle) or units
+    return _Loop(parts, apart, units, bundle, rounds, most).run()
+
+
+def _apart(parts: Sequence[Part]) -> int:
+    """The number of equal sets of ranks whose items and devices never meet.
+
+    Item n is with rank n mod r of a part of r ranks: it meets the ranks that are n modulo the divisor of all r.
+    """
+    apart = gcd(*(len(part.ranks) for part in parts))
+    owner: dict[int, int] = {}
+    for part in parts:
+        for number, devices in enumerate(part.ranks):
+            if any(owner.setdefault(device, number % apart) != number % apart for device in devices):
+                return 1
+    return apart
+
+
+class _Loop:
+    """The ranks of one set, and the units (a few items that go together) that are with them."""
+
+    def __init__(self, parts: Sequence[Part], apart: int, units: int, bundle: int, rounds: int, most: int) -> None:
+        self._parts, self._bundle, self._rounds = parts, bundle, rounds
+        self._ranks = [[_Rank(p, devices) for devices in part.ranks[::apart]] for p, part in enumerate(parts)]
+        every = [rank for ranks in self._ranks for rank in ranks]
+        for rank in every:
+            rank.rivals = [r for r in every if r is not rank and r.devices & rank.devices]
+        self._waiting: dict[_Rank, None] = {}  # ranks with work and no devices, by arrival
+        self._gone = [0] * units  # rounds that a unit has been through
+        self._done: list[float] = []
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._now = 0.0
+        heads = self._ranks[0]
+        for unit in range(units):
+            heads[unit % len(heads)].outside.append(unit)
+        for rank in heads:
+            for _ in range(min(most, len(rank.outside))):
+                self._arrive(rank.outside.popleft(), 0)
+
+    def run(self) -> tuple[float, list[float]]:
+        self._dispatch()
+        while self._heap:
+            self._now, _, action = heapq.heappop(self._heap)
+            action()
+            while self._heap and self._heap[0][0] <= self._now + _EPS:
+                heapq.heappop(self._heap)[2]()
+            self._dispatch()
+        return self._now, self._done
+
+    def _at(self, time: float, action: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (time, self._count, action))
+
+    def _out(self, unit: int, part: int) -> None:
+        """Sends a unit that a part is done with on its way: to the next, for another round, or out of the loop."""
+        following = (part + 1) % len(self._parts)
+        if not following:
+            self._gone[unit] += 1
+            if self._gone[unit] == self._rounds:
+                self._done.append(self._now)
+                head = self._ranks[0][unit % len(self._ranks[0])]
+                if not head.outside:
+                    return
+                unit = head.outside.popleft()
+        self._at(self._now + self._parts[part].hand_off_s / 2, partial(self._arrive, unit, following))
+
+    def _arrive(self, unit: int, part: int) -> None:
+        rank = self._ranks[part][unit % len(self._ranks[part])]
+        rank.queue.append(unit)
+        if not rank.running:
+            self._waiting.setdefault(rank)
+
+    def _dispatch(self) -> None:
+        """Gives devices to whoever has work: the earlier part first, then who came first."""
+        for rank in sorted(self._waiting, key=lambda r: r.part):
+            if not any(rival.holds for rival in rank.rivals):
+                del self._waiting[rank]
+                onload_s = 0.0 if rank.loaded else self._parts[rank.part].onload_s
+                rank.running = rank.holds = rank.loaded = True
+                self._at(self._now + onload_s, partial(self._begin, rank))
+
+    def _begin(self, rank: _Rank) -> None:
+        part = self._parts[rank.part]
+        units = [rank.queue.popleft() for _ in range(min(len(rank.queue), max(1, part.share // self._bundle)))]
+        num_items = len(units) * self._bundle
+        seconds, fractions = part.seconds(num_items), part.emits(num_items)[self._bundle - 1 :: self._bundle]
+        for unit, fraction in zip(units, fractions, strict=True):
+            self._at(self._now + fraction * seconds, partial(self._out, unit, rank.part))
+        self._at(self._now + seconds + part.hand_off_s, partial(self._again, rank))
+
+    def _again(self, rank: _Rank) -> None:
+        """After a call: another one where more has come, else the devices are free."""
+        part = self._parts[rank.part]
+        if rank.queue and part.hold:
+            self._begin(rank)
+        else:
+            self._at(self._now + part.offload_s, partial(self._leave, rank))
+
+    def _leave(self, rank: _Rank) -> None:
+        rank.running = rank.holds = False
+        rank.loaded = not (self._parts[rank.part].onload_s or self._parts[rank.part].offload_s)
+        if rank.queue:
+            self._waiting.setdefault(rank)

@@ -72,6 +72,8 @@ class ActorWorker(Worker):
         self._engine = TorchTrainerEngine(
             TorchTrainerConfig(self._directory, optimizer, config.microbatch_tokens, config.temperature)
         )
+        # Now: where it is a checkpoint's, the next one takes its place.
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(Path(self._directory), local_files_only=True)
         self._imitation = Imitation(config.imitate_until, config.imitate_max_steps)
         if config.resume:
             # The parameters are the directory's model: the state beside it holds the rest.
@@ -128,7 +130,7 @@ class ActorWorker(Worker):
         """Writes what `from_pretrained` loads, and the state that `resume` reads, into an existing directory."""
         path = Path(directory)
         self._engine.save_pretrained(path)
-        AutoTokenizer.from_pretrained(Path(self._directory), local_files_only=True).save_pretrained(path)
+        self._tokenizer.save_pretrained(path)
         state = self._engine.state_dict() | ({_STAGE: self._imitation.state} if self._imitation.until else {})
         save_file({name: state[name] for name in state.keys() - _parameters(state).keys()}, path / _STATE)
 

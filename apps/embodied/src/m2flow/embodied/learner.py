@@ -61,7 +61,7 @@ class LearnerWorker(Worker):
         self._policy = load_policy(Path(config.model))
         self._parameters = list(self._policy.parameters())
         self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=config.lr, betas=config.betas, eps=1e-5, weight_decay=config.weight_decay, fused=True
+            self._parameters, lr=config.lr, betas=config.betas, eps=1e-5, weight_decay=config.weight_decay
         )
         for parameter in self._parameters:
             zeros = {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}

@@ -4,6 +4,7 @@ import json
 import shutil
 import struct
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,13 @@ def test_a_run_directory_in_use_and_too_many_cores_are_refused(tmp_path: Path) -
     assert "holds files already, want a new directory" in in_use
     assert cores.startswith("cpu_slots: got 4096, want at most")
     assert run_problems(replace(config, cpu_slots=1), resuming=True) == []
+
+
+def test_the_home_of_nobody_is_refused_once(tmp_path: Path) -> None:
+    config = TrainingConfig(run=RunConfig(root="~nosuchuser/runs"))
+    check = partial(run_problems, config, resuming=False)
+    (problem,) = collect([check, check])
+    assert problem.startswith("~nosuchuser/runs: got ~nosuchuser, which is nobody's home, want")
 
 
 def test_one_check_that_fails_hides_no_other() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from m2flow.apps.checkpoint import latest_checkpoint
+from m2flow.apps.run_directory import RunDirectory
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -36,6 +37,12 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = next(line.split()[1] for line in lines if line.startswith("SigCgt"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def _wait_gone(pids: list[int], seconds: float) -> None:
@@ -85,6 +92,17 @@ def test_ctrl_c_while_the_plan_changes_is_no_failure(model: Path, tmp_path: Path
     _wait_gone(workers, 5)
 
 
+def test_ctrl_c_while_the_command_imports_leaves_no_traceback(model: Path) -> None:
+    command = [sys.executable, "-m", "m2flow.apps.testing", "train", f"model.source={model}"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as started:
+        # Python itself leaves SIGTERM alone: it is caught from the command's first line on.
+        while not _catches(started.pid, signal.SIGTERM):
+            assert started.poll() is None, started.communicate()
+        os.kill(started.pid, signal.SIGINT)
+        _, err = started.communicate(timeout=5)
+    assert (started.returncode, err) == (130, "interrupted: nothing had started\n")
+
+
 @pytest.mark.parametrize(
     ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
@@ -122,3 +140,25 @@ def test_no_worker_outlives_a_killed_driver(start: Start, tmp_path: Path) -> Non
     started.communicate(timeout=5)
     _wait_gone(workers, 10)
     assert latest_checkpoint(tmp_path / "run" / "checkpoints") is not None
+
+
+def test_a_run_ahead_of_its_weights_whose_driver_was_killed_loses_and_doubles_nothing(
+    start: Start, tmp_path: Path
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    started = start("plan=spatial", "staleness=1", "train_s=0.02", "checkpoint.every=3", "evaluation.every=3")
+    time.sleep(0.3)  # into steps that no checkpoint has
+    workers = _children(started.pid)
+    started.kill()
+    started.communicate(timeout=5)
+    _wait_gone(workers, 10)
+    kept = latest_checkpoint(run.checkpoints)
+    assert kept is not None
+    steps = int(kept.name.removeprefix("step_")) + 4
+    command = [sys.executable, "-m", "m2flow.apps.testing", "train", "--resume", str(run.path), f"num_steps={steps}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    trained = [row["step"] for row in run.read_metrics() if "critic/score/mean" in row]
+    assert trained == list(range(1, steps + 1))
+    state = json.loads((run.checkpoints / f"step_{steps}" / "state.json").read_text())
+    assert state["counts"] == [4 * steps, steps]  # groups, and optimiser steps

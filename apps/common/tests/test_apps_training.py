@@ -80,6 +80,29 @@ def test_a_resumed_run_equals_the_unbroken_one(toy: Toy, tmp_path: Path) -> None
     assert _state(broken) == _state(whole)
 
 
+def test_with_staleness_steps_run_ahead_and_none_is_lost_or_doubled(toy: Toy, tmp_path: Path) -> None:
+    words = ("launcher=process", "plan=spatial", "staleness=1", "generate_s=0.03", "train_s=0.03", "evaluation.every=4")
+    run, ended = _train(toy, tmp_path / "run", "num_steps=8", "checkpoint.every=4", "dies_at=6", *words)
+    assert ended.code == 1
+    assert latest_checkpoint(run.checkpoints) == run.checkpoints / "step_4"
+    ended = toy("train", "--resume", str(run.path), "dies_at=0")
+    assert ended.code == 0, ended.err
+    assert [row["step"] for row in run.read_metrics() if "critic/score/mean" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert _state(run)["counts"] == [8 * 4, 8]
+    ages = {step: {step - row["policy_version"] for row in rows} for step, rows in run.read_samples().items()}
+    assert len(ages) == 8
+    assert all(found <= {0, 1} for found in ages.values())
+    # None runs ahead of an evaluation or a checkpoint, the others do.
+    assert ages[1] == ages[5] == {0}
+    assert any(1 in found for found in ages.values())
+
+
+def test_staleness_is_refused_where_the_plan_is_searched(toy: Toy) -> None:
+    ended = toy("check", "plan=auto", "staleness=1")
+    assert ended.code == 2
+    assert "want plan=temporal, spatial or hybrid" in ended.err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [((), "nothing to do: 2 of 2 steps are done: raise num_steps"), (("seed=1", "num_steps=3"), "seed: got 1, want 0")],

@@ -120,6 +120,37 @@ def test_every_way_to_deal_groups_gives_the_same_update(model: Path) -> None:
         assert float((gradient(other) - want).norm()) < 1e-5 * float(want.norm())
 
 
+def test_a_deterministic_actor_does_not_see_how_groups_arrive(model: Path) -> None:
+    groups = graded(list(rollout(model).generate(prompts())), odd)
+    whole, parts = actor(model, deterministic=True), actor(model, deterministic=True)
+    receipts = whole.train(groups)
+    last = [parts.train([group])[0] for group in groups[::-1]][-1]
+    assert torch.equal(gradient(parts), gradient(whole))
+    assert last.fields["metrics"] == receipts[-1].fields["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("correction", "gap", "weight", "cut"),
+    [("tis", 0.1, 1.10517, 0.0), ("tis", 1.0, 2.0, 1.0), ("mis", 1.0, 0.0, 1.0), ("icepop", 0.1, 1.10517, 0.0)],
+)
+def test_samples_of_other_weights_are_corrected_and_counted(
+    model: Path, correction: str, gap: float, weight: float, cut: float
+) -> None:
+    """Tokens that the sampler found less likely than the actor does, by a factor of exp(gap)."""
+    groups = graded(list(rollout(model).generate(prompts())), odd)
+    plain = measure(actor(model).train(groups)).metrics
+    stale = [
+        replace(
+            group, members=tuple(m.with_fields(logprobs=m.fields["logprobs"] - np.float32(gap)) for m in group.members)
+        )
+        for group in groups
+    ]
+    metrics = measure(actor(model, correction=correction).train(stale)).metrics
+    assert metrics["rollout_corr/weight"] == pytest.approx(weight, abs=1e-4)
+    assert metrics["rollout_corr/cut"] == cut
+    assert metrics["actor/grad_norm"] == pytest.approx(weight * plain["actor/grad_norm"], rel=1e-3)
+
+
 def test_the_optimiser_steps_at_minibatch_boundaries(model: Path) -> None:
     groups = graded(list(rollout(model).generate(prompts())), odd)
     learner = actor(model, groups_per_minibatch=2, steps_per_iteration=2)

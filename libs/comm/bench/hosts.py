@@ -57,8 +57,8 @@ def over_a_line(**fields: float) -> float:
         taker = network.host("b", __file__, "--takes", f"{directory}/b")
         assert taker.stdout is not None
         assert taker.stdout.readline() == "up\n"
-        network.set(bytes_per_s=LINE_BYTES_PER_S, **fields)
         network.host("a", __file__, "--puts", f"{directory}/a")
+        network.set(bytes_per_s=LINE_BYTES_PER_S, **fields)
         return float(json.loads(taker.stdout.readline()))
 
 

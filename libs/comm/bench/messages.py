@@ -9,6 +9,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import _ray_queue
 from _rows import Cast, main, median_us, row, said
 
 from m2flow.comm import ChannelClosedError, Endpoint, Put
@@ -129,6 +130,16 @@ def measure() -> Iterator[dict[str, Any]]:
     ):
         rate = channel_run(num_pairs, count, batch)[0]
         yield row(f"{name}, through a channel", rate, "messages/s", target=target, at_least=True)
+    with _ray_queue.cluster() as there:
+        for name, num_items, batch, target in (
+            ("1 KB one by one", 2_000, 1, 10),
+            ("1 KB in batches of 16", 16_000, 16, 5),
+        ):
+            if there:
+                theirs = _ray_queue.messages_a_second(num_items, batch)
+                rate = channel_run(1, 10 * num_items, batch)[0]
+                about = {"peer": "ray.util.queue", "peer_value": theirs, "on_ratio": True}
+                yield row(f"{name}, beside Ray", rate, "messages/s", target=target, at_least=True, **about)
     name = "a consumer and one four times slower, of the sum of both"
     yield row(name, balance(), "of the sum", target=0.9, at_least=True)
 

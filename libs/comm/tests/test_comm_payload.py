@@ -131,6 +131,18 @@ def test_any_bytes_as_a_tree_are_refused_or_decode(tree: bytes) -> None:
         return
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [(1,), (True,), (1.0,), ("1",), (b"1",), ("a", 1), ("x" * 65,), ("\ud800",), tuple(map(str, range(33))), ()],
+    ids=repr,
+)
+def test_keys_come_back_as_they_were_whatever_was_sent_before(keys: tuple[Any, ...]) -> None:
+    for _ in range(2):
+        found = decode(encode({key: [7, 2.5, b"b", {}] for key in keys}).to_bytes())
+        assert [(type(key), key) for key in found] == [(type(key), key) for key in keys]
+        assert list(found.values()) == [[7, 2.5, b"b", {}]] * len(keys)
+
+
 def test_every_torch_dtype_and_form_round_trips() -> None:
     random_bytes = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 24 * 16, np.uint8))
     for name in _torch.DTYPE_NAMES:
@@ -140,6 +152,16 @@ def test_every_torch_dtype_and_form_round_trips() -> None:
         forms = [full, full[0, 0], full[:0], full.t(), full[1:3, ::2], full.clone().unsqueeze(0)]
         for tensor in forms:
             assert same(round_trip({"x": tensor})["x"], tensor), name
+
+
+def test_tensors_that_go_by_a_way_of_their_own_are_put_back_in_their_places() -> None:
+    own, other = torch.ones(3, dtype=torch.float64), torch.ones(2)
+    encoded = encode([other, {"own": own}, Pair(own, 1)], lift=lambda tensor: tensor.dtype is torch.float64)
+    assert [tensor is own for tensor in encoded.lifted] == [True, True]
+    arrived = decode(encoded.to_bytes(), lifted=["first", "second"])
+    assert same(arrived, [other, {"own": "first"}, Pair("second", 1)])
+    with pytest.raises(PayloadError, match="got tensor 1 of those beside the payload, want less than 1"):
+        decode(encoded.to_bytes(), lifted=["first"])
 
 
 def test_a_parameter_arrives_as_a_plain_tensor() -> None:
@@ -209,6 +231,11 @@ def crafted(tree: bytes) -> bytes:
     [
         b"l" + struct.pack("<I", 1 << 31),
         b"m" + struct.pack("<I", 1 << 31),
+        b"k" + struct.pack("<I", 1 << 31),
+        b"k" + struct.pack("<II", 8, 1 << 31) + b"keys",
+        b"k" + struct.pack("<II", 5, 1) + b"k",
+        b"k" + struct.pack("<II", 304, 300) + b"k" * 300 + b"N",
+        b"k" + struct.pack("<I", 5 * 33) + (struct.pack("<I", 1) + b"k") * 33 + b"N" * 33,
         b"B" + struct.pack("<Q", 1 << 60),
         b"A" + bytes([2, 2]) + struct.pack("<QQ", 1 << 40, 1 << 40),
         b"A" + bytes([2, 2]) + struct.pack("<QQ", 0, (1 << 64) - 1),
@@ -217,7 +244,22 @@ def crafted(tree: bytes) -> bytes:
         b"l\x01\x00\x00\x00" * 1000 + b"N",
         b"R" + struct.pack("<I", 9) + b"os:system" + bytes(4),
     ],
-    ids=["list", "dict", "bytes", "array", "empty array", "empty tensor", "zero-width", "deep", "foreign class"],
+    ids=[
+        "list",
+        "dict",
+        "keys",
+        "key",
+        "cut keys",
+        "long key",
+        "many keys",
+        "bytes",
+        "array",
+        "empty array",
+        "empty tensor",
+        "zero-width",
+        "deep",
+        "foreign class",
+    ],
 )
 def test_a_lie_about_sizes_is_refused_before_memory_is_made(tree: bytes) -> None:
     with pytest.raises(PayloadError):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from m2flow.comm import Box, CommError, Endpoint, PayloadError, PeerLostError, RemoteError, Shard, transfer
 from m2flow.comm.resharding import cover, overlap, subtract
+from m2flow.comm.weights import packed_layout, read_layout
 
 boxes = st.integers(1, 3).flatmap(
     lambda ndim: st.tuples(
@@ -284,6 +285,28 @@ def test_layout_waits_for_the_version_and_refuses_old_ones(make_endpoint: Any) -
     trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
     asked = rollout.request_async("trainer", "m2flow.weights", "layout", ("policy", 5))
     trainer.stage_weights("policy", 5, {"x": np.zeros((2, 3))})
-    assert asked.result(5) == {"x": ((0, 0), (2, 3), (2, 3))}
+    assert read_layout(asked.result(5)) == {"x": (Box((0, 0), (2, 3)), (2, 3))}
     with pytest.raises(RemoteError, match="withdrawn"):
         rollout.request("trainer", "m2flow.weights", "layout", ("policy", 1))
+
+
+def test_layout_comes_back_from_its_columns() -> None:
+    weights = {"scalar": np.zeros(()), "x": Shard(np.zeros((2, 3)), (4, 0), (6, 3)), "empty": np.zeros(0)}
+    assert read_layout(packed_layout(weights)) == {
+        "scalar": (Box((), ()), ()),
+        "x": (Box((4, 0), (2, 3)), (6, 3)),
+        "empty": (Box((0,), (0,)), (0,)),
+    }
+
+
+def test_version_that_is_cut_otherwise_is_planned_anew(make_endpoint: Any) -> None:
+    trainers, rollout = [make_endpoint("t0"), make_endpoint("t1")], make_endpoint("rollout")
+    whole = np.arange(24.0).reshape(6, 4)
+    receiver = rollout.weight_receiver("policy", sources=["t0", "t1"])
+    for version, cut in enumerate((2, 2, 5, 2)):
+        trainers[0].stage_weights("policy", version, {"x": Shard(whole[:cut] + version, (0, 0), whole.shape)})
+        trainers[1].stage_weights("policy", version, {"x": Shard(whole[cut:] + version, (cut, 0), whole.shape)})
+        receiver.prepare(version, timeout_s=10)
+        loaded: dict[str, Any] = {}
+        receiver.commit(loaded.update)
+        np.testing.assert_array_equal(loaded["x"], whole + version)

@@ -32,6 +32,13 @@ EMBODIED = {"env": testing.SyntheticEnvironment, "policy": testing.SyntheticPoli
 AGENTIC = {"env": testing.SyntheticEnvironment, "policy": testing.SyntheticEngine}
 
 
+@pytest.fixture(scope="module", params=["inproc", "process"])
+def session(request):
+    preload = ["m2flow.flow.runner", "m2flow.flow.testing"]
+    with launch_run(Cluster.virtual(NUM_DEVICES), launcher=request.param, preload=preload) as started:
+        yield started
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("program", "classes"),
@@ -43,17 +50,16 @@ AGENTIC = {"env": testing.SyntheticEnvironment, "policy": testing.SyntheticEngin
         pytest.param(testing.episodes, AGENTIC, id="agent loop, an engine that pulls"),
     ],
 )
-def test_a_program_is_short_and_gives_the_same_under_every_plan(program, classes):
+def test_a_program_is_short_and_gives_the_same_under_every_plan(session, program, classes):
     assert len(inspect.getsource(program).splitlines()) < 100
     expansions = {"rollout.generate": 3.0} if "rollout" in classes else {}
     graph = trace(program, specs(**classes), source_items=6, expansions=expansions)
-    cluster, seen = Cluster.virtual(NUM_DEVICES), []
-    with launch_run(cluster, launcher="inproc") as session:
-        for make in (temporal_plan, spatial_plan, hybrid_plan):
-            with Runtime(graph, make(graph, cluster), session) as runtime:
-                runtime.start()
-                results = [runtime.run(number, wave(number, 0), more=more(number)) for number in range(2)]
-            seen.append([[(item.id, facts(item)) for item in result.outputs] for result in results])
+    seen = []
+    for make in (temporal_plan, spatial_plan, hybrid_plan):
+        with Runtime(graph, make(graph, session.cluster), session) as runtime:
+            runtime.start()
+            results = [runtime.run(number, wave(number, 0), more=more(number)) for number in range(2)]
+        seen.append([[(item.id, facts(item)) for item in result.outputs] for result in results])
     assert seen[0][0]
     assert seen[0] == seen[1] == seen[2]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
-from m2flow.sched import plan
+from m2flow.sched import plan, simulate
 from m2flow.sched._cycle import spread_seconds
 from m2flow.sched._loop import Part, run_loop
 
@@ -163,3 +163,14 @@ def test_a_group_that_moves_in_step_has_one_rank_in_a_loop() -> None:
     next(g for g in request.workflow.groups if g.name == "policy").devices_per_rank = 2
     policies = [g for p in plan(request).plans for g in p.plan.groups if g.group == "policy"]
     assert {(len(g.device_ids), g.num_ranks) for g in policies} == {(2, 1)}
+
+
+def test_a_loop_runs_on_where_the_edge_behind_it_is_bounded() -> None:
+    """Its outputs wait for room one by one: an edge that holds eight of 64 stops no loop that takes all 64."""
+    request = embodied(0.1, 0.05)
+    next(s for s in request.workflow.stages if s.name == "whiten").kind = flow_pb2.STAGE_KIND_MAP
+    request.mode = "spatial"
+    chosen = plan(request).plans[0].plan
+    free = simulate(sched_pb2.SimulateRequest(request=request, plan=chosen)).iteration_s
+    next(e for e in chosen.edges if e.consumer == "actor.train").capacity = 8
+    assert simulate(sched_pb2.SimulateRequest(request=request, plan=chosen)).iteration_s == pytest.approx(free)

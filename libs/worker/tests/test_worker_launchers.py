@@ -1,8 +1,22 @@
 """The conformance suite on the launchers of this machine."""
 
+import tempfile
+from pathlib import Path
+from typing import ClassVar
+
 import pytest
 
-from m2flow.worker import Cluster, PlacementError, RefusedError, SessionClosedError, WorkerFailed, launch_run
+from m2flow.worker import (
+    AgentAddress,
+    Cluster,
+    PlacementError,
+    RefusedError,
+    Session,
+    SessionClosedError,
+    WorkerFailed,
+    launch_run,
+)
+from m2flow.worker.launchers._agent_process import AgentOptions, AgentProcess
 from m2flow.worker.testing import Probe
 from m2flow.worker.testing.conformance import DEADLINE_S, LauncherConformance
 
@@ -27,11 +41,39 @@ class TestProcessOfTwo(LauncherConformance):
     ranks_per_process = 2
 
 
+@pytest.mark.medium
+class TestJoined(LauncherConformance):
+    """Every node is an agent that was started apart, as by hand, and is joined by its address."""
+
+    launcher = "process"
+    agents: ClassVar[list[AgentProcess]] = []
+
+    @classmethod
+    def launch(cls) -> Session:
+        options = AgentOptions(Path(tempfile.mkdtemp(prefix="m2flow-")), "t", address="127.0.0.1:0")
+        cls.agents.append(agent := AgentProcess(options))
+        joined = {"node0": AgentAddress(agent.address, "t")}
+        return launch_run(Cluster.virtual(2, memory_bytes=1 << 20), agents=joined, on_log=lambda *_: None)
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        super().teardown_class()
+        while cls.agents:
+            cls.agents.pop().end()
+
+
 def test_ranks_of_one_process_are_of_one_node() -> None:
     with launch_run(Cluster.virtual(4, num_nodes=2), launcher="inproc") as session:
         spec = Probe.group(device_kind="virtual", ranks_per_process=3)
         with pytest.raises(PlacementError, match="ranks 0 to 2 on node0, node1, want one node: they share a process"):
             session.start(spec, "all")
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("launcher", ["inproc", "process"])
+def test_nodes_may_be_names_on_one_machine(launcher: str) -> None:
+    with launch_run(Cluster.virtual(2, num_nodes=2), launcher=launcher) as session:
+        assert session.start(Probe.group(device_kind="virtual"), "all").echo(1).result(20) == [1, 1]
 
 
 def test_an_unknown_launcher_is_refused() -> None:

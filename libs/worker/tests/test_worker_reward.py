@@ -25,21 +25,34 @@ class TestRewardService(RewarderConformance):
     def make(self, policy: FailurePolicy) -> Iterator[Rewarder]:
         pool = RewardPool(OBEDIENT, num_processes=2, timeout_s=ITEM_TIMEOUT_S, policy=FailurePolicy("skip"))
         with pool:
-            server = RewardServer(pool, "127.0.0.1:0")
-            with RewardClient(server.address, policy=policy) as client:
+            server = RewardServer(pool, "127.0.0.1:0", token="of the run")
+            with RewardClient(server.address, token="of the run", policy=policy) as client:
                 yield client
             server.close()
 
+    def test_a_call_without_the_token_is_refused_and_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+        with RewardPool(OBEDIENT, policy=FailurePolicy("skip")) as pool:
+            server = RewardServer(pool, "127.0.0.1:0", token="of the run")
+            for token in ("", "another"):
+                with (
+                    RewardClient(server.address, token=token, timeout_s=20) as client,
+                    pytest.raises(RewardFailed, match="UNAUTHENTICATED"),
+                ):
+                    client.score(asked("four"))
+            server.close()
+        assert caplog.text.count("its token is not this service's") == 2
+        assert "of the run" not in caplog.text
+
     def test_no_service_is_a_failure_that_names_it(self) -> None:
         with (
-            RewardClient("127.0.0.1:1", timeout_s=0.2) as client,
+            RewardClient("127.0.0.1:1", token="t", timeout_s=0.2) as client,
             pytest.raises(RewardFailed, match=r"service at 127\.0\.0\.1:1: no answer within 0\.2 s for 1 items"),
         ):
             client.score(asked("four"))
 
     def test_a_taken_address_is_refused(self) -> None:
         with self.make(FailurePolicy("skip")) as client, pytest.raises(LaunchError, match="cannot listen at"):
-            RewardServer(client, "nowhere.invalid:70000")
+            RewardServer(client, "nowhere.invalid:70000", token="t")
 
 
 def children(pid: int) -> list[int]:

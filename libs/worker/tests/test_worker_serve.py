@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m2flow.worker import AgentAddress, Cluster, LaunchError, PlacementError, WorkerFailed, launch_run
+from m2flow.worker import AgentAddress, Cluster, LaunchError, WorkerFailed, launch_run
 from m2flow.worker.testing import Probe, RetryProbe
 from m2flow.worker.testing.conformance import DEADLINE_S
 from m2flow.worker.testing.served import served
+from m2flow.worker.testing.sharded import ShardedProbe
 
 pytestmark = pytest.mark.medium
 
@@ -62,8 +63,26 @@ def test_a_joined_rank_has_channels_and_calls_to_the_rest_of_the_run() -> None:
             assert here.ask("there.0", "another").result(20) == ["another"]
             assert there.die_once().result(20) == [1]
             assert there.ask("here.0", "and back").result(20) == ["and back"]
-            with pytest.raises(PlacementError, match="within one machine"):
-                session.replace(there, "node0:all")
+            moved = session.replace(there, "node0:all")
+            assert here.ask("there.0", "a third").result(20) == ["a third"]
+            assert moved.ask("here.0", "and back").result(20) == ["and back"]
+
+
+def test_a_group_is_replaced_from_one_machine_to_another_with_its_state() -> None:
+    config = {"rows": 6, "columns": 4}
+    cluster = Cluster.virtual(1).with_resource("robot").with_resource("robot", node="robot-pc")
+    with served("m2flow.worker.testing.sharded:ShardedProbe", "127.0.0.1:0", "t") as (_, address):
+        agents = {"robot-pc": AgentAddress(address, "t")}
+        with launch_run(cluster, agents=agents, on_log=lambda *_: None) as session:
+            group = session.start(ShardedProbe.group(config, device_kind="robot"), "node0:all")
+            group.fill(7).wait(20)
+            (before,) = group.held().result(20)
+            for placement in ("robot-pc:all", "all", "node0:all"):
+                group = session.replace(group, placement)
+                held = group.held().result(20)
+                assert np.array_equal(np.concatenate([part["rows"] for part in held]), before["rows"])
+                assert np.array_equal(np.concatenate([part["columns"] for part in held], axis=1), before["columns"])
+                assert {part["count"] for part in held} == {7}
 
 
 def test_a_wrong_token_another_class_and_nobody_there_are_refused() -> None:

@@ -1,7 +1,9 @@
 """A GGUF file from a package to a Hugging Face directory: `python -m m2flow.apps._gguf PACKAGE DIRECTORY`."""
 
 import importlib.metadata
+import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -34,5 +36,12 @@ def convert(gguf: Path, directory: Path) -> None:
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)
 
 
+def _end_with_parent() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     convert(gguf_file(sys.argv[1]), Path(sys.argv[2]))

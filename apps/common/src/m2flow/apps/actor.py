@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from m2flow.apps.batch import groups_per_minibatch
 from m2flow.apps.imitation import Imitation, imitation_loss, worked_example
 from m2flow.apps.language import LanguageModelConfig
-from m2flow.apps.policy_loss import Aggregation, PolicyLoss, PolicyLossConfig, graded_samples
+from m2flow.apps.policy_loss import Aggregation, Correction, PolicyLoss, PolicyLossConfig, graded_samples
 from m2flow.worker import GroupSpec, Item, Worker, stage
 from m2flow.worker.engines.memory import keep_freed_pages
 from m2flow.worker.engines.trainer import Metrics
@@ -37,8 +37,11 @@ class ActorConfig:
     microbatch_tokens: most tokens of one forward and backward pass.
     lr, betas, weight_decay, max_grad_norm: AdamW's.
     clip_low, clip_high, loss_aggregation: the policy loss's, see `PolicyLossConfig`.
+    correction, max_weight: for samples of older weights, see `PolicyLossConfig`.
     temperature: the sampler's.
     imitate_until, imitate_max_steps: of a supervised stage, see `Imitation`.
+    deterministic: a minibatch's gradients are accumulated when it is whole, in source order: the same bits however its
+      groups arrive, and no pass before its last group is there.
     resume: directory that `save_checkpoint` wrote, which then takes the place of `model`; or empty.
     """
 
@@ -53,9 +56,12 @@ class ActorConfig:
     clip_low: float = 0.2
     clip_high: float = 0.2
     loss_aggregation: Aggregation = "token_mean"
+    correction: Correction = "none"
+    max_weight: float = 2.0
     temperature: float = 1.0
     imitate_until: float = 0.0
     imitate_max_steps: int = 1
+    deterministic: bool = False
     resume: str = ""
 
 
@@ -81,7 +87,9 @@ class ActorWorker(Worker):
             if _STAGE in state:
                 self._imitation.state.copy_(state.pop(_STAGE))
             self._engine.load_state_dict(_parameters(self._engine.state_dict()) | state)
-        loss = PolicyLossConfig(config.clip_low, config.clip_high, config.loss_aggregation)
+        loss = PolicyLossConfig(
+            config.clip_low, config.clip_high, config.loss_aggregation, config.correction, config.max_weight
+        )
         self._loss = PolicyLoss(loss, on_policy=config.steps_per_iteration == 1)
         self._minibatch = _Minibatch()
 
@@ -105,7 +113,7 @@ class ActorWorker(Worker):
             groups = list(run)
             if not self._minibatch.continues(place, groups):
                 self._step()
-            self._accumulate(place, groups)
+            self._take(place, groups)
             whole = len(self._minibatch.seen) == self._config.groups_per_minibatch
             metrics = self._step() if whole else {}
             receipts += [_receipt(group, metrics if group is groups[-1] else {}) for group in groups]
@@ -145,31 +153,40 @@ class ActorWorker(Worker):
     def _place(self, group: Item) -> tuple[int, int]:
         return group.iteration, group.seq[0] // self._config.groups_per_minibatch
 
-    def _accumulate(self, place: tuple[int, int], groups: Sequence[Item]) -> None:
+    def _take(self, place: tuple[int, int], groups: Sequence[Item]) -> None:
         minibatch = self._minibatch
         minibatch.place = place
         minibatch.seen |= {group.seq for group in groups}
+        if self._config.deterministic:
+            minibatch.held += groups
+        else:
+            self._accumulate(minibatch, groups)
+
+    def _accumulate(self, minibatch: "_Minibatch", groups: Sequence[Item]) -> None:
         minibatch.rewards += [float(reward) for group in groups for reward in group.fields["rewards"]]
-        sums = self._imitate(groups) if self._imitation.is_on else self._learn(groups)
+        weight, sums = self._imitate(groups) if self._imitation.is_on else self._learn(groups)
+        minibatch.weight += weight
         for name, value in sums.items():
             minibatch.sums[name] = minibatch.sums.get(name, 0.0) + value
 
-    def _learn(self, groups: Sequence[Item]) -> Metrics:
+    def _learn(self, groups: Sequence[Item]) -> tuple[float, Metrics]:
         graded = [sample for group in groups for sample in graded_samples(group)]
-        self._minibatch.weight += sum(self._loss.weight(sample.sample) for sample in graded)
+        weight = sum(self._loss.weight(sample.sample) for sample in graded)
         teaching = [sample for group in groups if _teaches(group) for sample in graded_samples(group)]
         if not teaching:
-            return {}
-        return self._engine.accumulate([sample.sample for sample in teaching], self._loss.bind(teaching))
+            return weight, {}
+        return weight, self._engine.accumulate([sample.sample for sample in teaching], self._loss.bind(teaching))
 
-    def _imitate(self, groups: Sequence[Item]) -> Metrics:
+    def _imitate(self, groups: Sequence[Item]) -> tuple[float, Metrics]:
+        if not groups:
+            return 0.0, {}
         sums = self._engine.accumulate([worked_example(group) for group in groups], imitation_loss)
-        self._minibatch.weight += sums["tokens"]
-        return sums
+        return sums["tokens"], sums
 
     def _step(self) -> Metrics:
         """Takes the optimiser step of the minibatch at hand, if any; returns its metrics."""
         minibatch, self._minibatch = self._minibatch, _Minibatch()
+        self._accumulate(minibatch, sorted(minibatch.held, key=lambda group: group.seq))
         if not minibatch.weight:
             return {}
         done = self._engine.step(minibatch.weight)
@@ -207,9 +224,12 @@ def actor_group(
         "clip_low": config.loss.clip_low,
         "clip_high": config.loss.clip_high,
         "loss_aggregation": config.loss.aggregation,
+        "correction": config.loss.correction,
+        "max_weight": config.loss.max_weight,
         "temperature": config.sampling.temperature,
         "imitate_until": imitate_until,
         "imitate_max_steps": imitate_max_steps,
+        "deterministic": config.deterministic,
         "resume": str(resume or ""),
     }
     return ActorWorker.group(settings, name="actor", devices_per_rank=None)
@@ -217,10 +237,11 @@ def actor_group(
 
 @dataclass
 class _Minibatch:
-    """What is accumulated of the next optimiser step: of which groups, and sums."""
+    """What is accumulated of the next optimiser step: of which groups, and sums; `held` groups are yet to be."""
 
     place: tuple[int, int] = (-1, -1)
     seen: set[tuple[int, ...]] = field(default_factory=set)
+    held: list[Item] = field(default_factory=list)
     weight: float = 0.0
     rewards: list[float] = field(default_factory=list)
     sums: Metrics = field(default_factory=dict)

@@ -7,19 +7,20 @@ from pathlib import Path
 
 from m2flow.apps.config import TrainingConfig
 from m2flow.apps.errors import CheckFailed
+from m2flow.apps.paths import expanded
 
 __all__ = ["collect", "existing", "missing_packages", "run_problems"]
 
 
 def collect(checks: Iterable[Callable[[], list[str]]]) -> list[str]:
-    """Returns the problems of all checks in order; one that raises CheckFailed adds its problems and stops no other."""
+    """Returns the problems of all checks, each once; one that raises CheckFailed adds its own and stops no other."""
     problems: list[str] = []
     for check in checks:
         try:
             problems += check()
         except CheckFailed as error:
             problems += error.problems
-    return problems
+    return list(dict.fromkeys(problems))
 
 
 def missing_packages(names: Iterable[str], *, wanted_by: str, remedy: str) -> list[str]:
@@ -35,12 +36,12 @@ def run_problems(config: TrainingConfig, *, resuming: bool) -> list[str]:
     """Returns what is wrong with where the run is to be written, and with the cores that it asks for."""
     problems: list[str] = []
     key = "run.dir" if config.run.dir else "run.root"
-    target = Path(config.run.dir or config.run.root).expanduser()
+    target = expanded(config.run.dir or config.run.root)
     if config.run.dir and not resuming and target.is_dir() and any(target.iterdir()):
         problems.append(f"run.dir: {target} holds files already, want a new directory: resume it or name another")
     written = {key: target}
     if config.run.profiles:
-        written["run.profiles"] = Path(config.run.profiles).expanduser()
+        written["run.profiles"] = expanded(config.run.profiles)
     for name, path in written.items():
         parent = existing(path)
         if not parent.is_dir() or not os.access(parent, os.W_OK):

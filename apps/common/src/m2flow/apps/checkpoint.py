@@ -1,23 +1,27 @@
 """Checkpoints: a directory that `transformers` loads with `from_pretrained`, plus what a run needs to go on.
 
-A synchronous run draws its data and its sampling noise from (seed, step, position) alone, so that its data position
-and random state are these numbers; what is heavy (weights, optimiser) is written by the trainer itself.
+A run draws its data and its sampling noise from (seed, step, position) alone, so that its data position and random
+state are these numbers; what is heavy (weights, optimiser) is written by the trainer itself. No iteration is under way
+while it is written: what is in flight then is what quotas carry over.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from m2flow.apps.atomic import new_directory
 from m2flow.apps.errors import CheckpointError
 from m2flow.apps.identity import package_version
+from m2flow.comm import decode, encode
+from m2flow.worker import Item
 
-__all__ = ["FORMAT", "ResumeState", "latest_checkpoint", "read_resume_state", "write_checkpoint"]
+__all__ = ["FORMAT", "ResumeState", "latest_checkpoint", "read_in_flight", "read_resume_state", "write_checkpoint"]
 
 FORMAT = 2
 _STATE = "resume.json"
+_CARRIED = "in_flight.bin"
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,17 @@ class ResumeState:
     files: Mapping[str, int] = field(default_factory=dict)
 
 
-def write_checkpoint(root: Path, state: ResumeState, write: Callable[[Path], object], *, keep: int) -> Path:
+def write_checkpoint(
+    root: Path,
+    state: ResumeState,
+    write: Callable[[Path], object],
+    *,
+    keep: int,
+    in_flight: Mapping[str, Sequence[Item]] | None = None,
+) -> Path:
     """Returns <root>/step_N, which holds what `write` put in the directory given to it, and the resume state.
+
+    `in_flight` are items that the next iteration begins with, by quota.
 
     The directory appears complete or not at all; older ones beyond the newest `keep` are removed after that. Blocks
     until it is on disk. Raises RunDirectoryError when it cannot be written. One process at a time: what a writer that
@@ -48,11 +61,20 @@ def write_checkpoint(root: Path, state: ResumeState, write: Callable[[Path], obj
         shutil.rmtree(half, ignore_errors=True)
     with new_directory(path) as temporary:
         write(temporary)
+        if in_flight:
+            (temporary / _CARRIED).write_bytes(encode(dict(in_flight)).to_bytes())
         whole = replace(state, files=_sizes(temporary))
         (temporary / _STATE).write_text(json.dumps(asdict(whole), indent=2) + "\n", encoding="utf-8")
     for old in _complete(root)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return path
+
+
+def read_in_flight(path: Path) -> Mapping[str, Sequence[Item]]:
+    """Returns the `in_flight` of a checkpoint that `read_resume_state` found whole."""
+    file = path / _CARRIED
+    carried: Mapping[str, Sequence[Item]] = decode(file.read_bytes()) if file.exists() else {}
+    return carried
 
 
 def latest_checkpoint(root: Path) -> Path | None:

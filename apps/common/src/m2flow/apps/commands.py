@@ -11,6 +11,7 @@ from m2flow import sched
 from m2flow.apps.app import App
 from m2flow.apps.atomic import replace_file
 from m2flow.apps.check import collect, run_problems
+from m2flow.apps.checkpoint import read_in_flight
 from m2flow.apps.config import TrainingConfig
 from m2flow.apps.errors import CheckFailed
 from m2flow.apps.forecast import Forecast, ProfileStore, new_profile
@@ -138,7 +139,8 @@ def _drive(app: App[C], config: C, run: RunDirectory, *, weights: Path, resume: 
         store = ProfileStore(config.run.profiles)
         forecast = Forecast(graph, cluster_spec(cluster), store.find(_empty_profile(app, config)))
         planning = _planning(config, graph, cluster, forecast, run, progress, resuming=resume is not None)
-        Driver(job, config, run, graph, cluster, planning, progress, first_step).train()
+        in_flight = {} if resume is None else read_in_flight(resume)
+        Driver(job, config, run, graph, cluster, planning, progress, first_step, in_flight).train()
         store.keep(forecast.profile)
         progress.say(_closing_words(run))
 
@@ -174,8 +176,11 @@ def _graph(app: App[C], config: C) -> Graph:
 
 def _problems(app: App[C], config: C, *, resuming: bool) -> list[str]:
     def plan_problems() -> list[str]:
+        if config.plan == "auto" and config.staleness:
+            wanted = "want plan=temporal, spatial or hybrid: auto compares plans that wait for their weights"
+            return [f"staleness: got {config.staleness} and plan=auto, {wanted}"]
         mode = "temporal" if config.plan == "auto" else config.plan
-        fixed_plan(mode, _graph(app, config), cluster_of(config))
+        fixed_plan(mode, _graph(app, config), cluster_of(config), staleness=config.staleness)
         return []
 
     checks = [
@@ -203,7 +208,7 @@ def _planning(
     resuming: bool,
 ) -> Planning:
     if config.plan != "auto":
-        return FixedPlanning(fixed_plan(config.plan, graph, cluster), forecast)
+        return FixedPlanning(fixed_plan(config.plan, graph, cluster, staleness=config.staleness), forecast)
     if resuming and run.profile.exists():  # the run has chosen already
         return FixedPlanning(fixed_plan(str(run.plan), graph, cluster), forecast)
     iterations = config.profile_iterations

@@ -71,6 +71,7 @@ class TrainingConfig:
     seed: int = setting(0, "the one seed: data, sampling, evaluation", low=0)
     num_steps: int = setting(30, "iterations of the macro flow", low=1)
     plan: str = setting("auto", "auto, temporal, spatial, hybrid, or a plan file (json or yaml)")
+    staleness: int = setting(0, "steps that sampling may run ahead of its weights, under a plan by its name", low=0)
     profile_iterations: int = setting(1, "plan=auto: iterations measured under each probed plan, warm-up apart", low=1)
     cpu_slots: int | Literal["all"] = setting("all", "cores to use, one device each", low=1)
     launcher: Literal["process", "inproc", "ray"] = setting(

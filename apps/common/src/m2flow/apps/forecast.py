@@ -11,6 +11,7 @@ from m2flow import sched
 from m2flow.apps.atomic import replace_file
 from m2flow.apps.errors import RunDirectoryError
 from m2flow.apps.identity import hardware, package_version
+from m2flow.apps.paths import expanded
 from m2flow.flow import Graph
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
@@ -40,7 +41,7 @@ class ProfileStore:
 
     def __init__(self, directory: str) -> None:
         """`directory` is made when something is kept; empty: nothing is kept, nothing is found."""
-        self._directory = Path(directory).expanduser() if directory else None
+        self._directory = expanded(directory) if directory else None
 
     def path(self, empty: sched_pb2.Profile) -> Path | None:
         """Returns where a profile of `empty`'s identity is, or would be."""

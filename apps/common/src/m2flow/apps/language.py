@@ -37,6 +37,8 @@ class LossConfig:
     clip_low: float = setting(0.2, "the importance ratio is clipped at 1 minus this", low=0)
     clip_high: float = setting(0.2, "the importance ratio is clipped at 1 plus this", low=0)
     aggregation: Literal["token_mean", "sequence_mean"] = setting("token_mean", "what the loss is averaged over")
+    correction: Literal["none", "tis", "mis", "icepop"] = setting("none", "how samples of older weights are weighed")
+    max_weight: float = setting(2.0, "importance weights beyond this are cut (tis) or dropped (mis, icepop)", above=0)
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class LanguageModelConfig(TrainingConfig):
     minibatch_size: int = setting(64, "samples per optimiser step, over all ranks", low=1)
     num_epochs: int = setting(1, "passes over one iteration's samples", low=1)
     microbatch_tokens: int = setting(4096, "padded tokens per forward and backward on one rank: memory only", low=1)
+    deterministic: bool = setting(False, "accumulate whole minibatches, in source order: the same bits under any plan")
     model: ModelConfig = ModelConfig()
     sampling: SamplingConfig = SamplingConfig()
     loss: LossConfig = LossConfig()
@@ -80,8 +83,15 @@ class LanguageModelConfig(TrainingConfig):
         return self.model.source
 
     def batch_problems(self) -> list[str]:
-        """What does not divide."""
-        return batch_problems(self)
+        """What does not divide, and a correction that has nothing to compare with."""
+        steps = self.prompts_per_step * self.samples_per_prompt / self.minibatch_size * self.num_epochs
+        problems = batch_problems(self)
+        if self.loss.correction != "none" and steps > 1 and not problems:
+            problems.append(
+                f"loss.correction: got {self.loss.correction!r} and {steps:g} optimiser steps an iteration, want one, "
+                "whose forward pass is the policy before it: set minibatch_size to all samples and num_epochs to 1"
+            )
+        return problems
 
     def derived_numbers(self) -> Mapping[str, int]:
         """Samples, minibatches and optimiser steps."""

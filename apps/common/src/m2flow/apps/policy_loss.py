@@ -14,13 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from m2flow.algos import aggregation, losses, metrics
+from m2flow.algos import aggregation, corrections, losses, metrics
 from m2flow.worker import Item
 from m2flow.worker.engines.trainer import LossFn, LossInputs, Metrics, Sample
 
-__all__ = ["Aggregation", "GradedSample", "PolicyLoss", "PolicyLossConfig", "graded_samples"]
+__all__ = ["Aggregation", "Correction", "GradedSample", "PolicyLoss", "PolicyLossConfig", "graded_samples"]
 
 Aggregation = Literal["token_mean", "sequence_mean"]
+Correction = Literal["none", "tis", "mis", "icepop"]
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,15 @@ class PolicyLossConfig:
     clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
     aggregation: "token_mean": each token of the minibatch weighs the same (DAPO); "sequence_mean": each sample does,
       by the mean over its tokens (GRPO).
+    correction: weighs each token by how likely the policy before the step was to sample it, against the one that did:
+      "tis" cuts that ratio at `max_weight`, "mis" drops sequences and "icepop" tokens beyond it (`m2flow.algos`).
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     aggregation: Aggregation = "token_mean"
+    correction: Correction = "none"
+    max_weight: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -85,12 +90,17 @@ class PolicyLoss:
             advantages = given[:, None].expand_as(inputs.logprobs)
             clips = {"clip_low": self._config.clip_low, "clip_high": self._config.clip_high}
             per_token = losses.ppo_clip(inputs.logprobs, old, advantages, inputs.mask, **clips)
-            total = self._sum(per_token, inputs.mask)
+            weights = self._weights(old, rollout, inputs.mask)
+            total = self._sum(per_token if weights is None else per_token * weights, inputs.mask)
             num_tokens = float(inputs.mask.sum())
             means = metrics.policy(inputs.logprobs.detach(), old, advantages, inputs.mask, **clips)
             gap = metrics.rollout_correction(inputs.logprobs.detach(), rollout, inputs.mask)
             means |= {name: gap[name] for name in ("rollout_corr/abs_gap", "rollout_corr/kl", "rollout_corr/k3_kl")}
             sums = {name: float(value) * num_tokens for name, value in means.items()}
+            if weights is not None:
+                sums["rollout_corr/weight"] = float(weights.sum())
+                cut = (weights == 0) | (weights >= self._config.max_weight)
+                sums["rollout_corr/cut"] = float((cut & inputs.mask).sum())
             sums["actor/entropy"] = float((inputs.entropy * inputs.mask).sum())
             return total, {"actor/pg_loss": float(total.detach()), "tokens": num_tokens, **sums}
 
@@ -102,6 +112,18 @@ class PolicyLoss:
         if len(given) == len(kept):
             return _padded(given, logprobs)
         return logprobs.detach() if self._on_policy else rollout
+
+    def _weights(self, old: Tensor, rollout: Tensor, mask: Tensor) -> Tensor | None:
+        """What each token weighs because another policy sampled it; None where that is not corrected."""
+        limit = self._config.max_weight
+        match self._config.correction:
+            case "tis":
+                return corrections.tis(old, rollout, mask, max_weight=limit)
+            case "mis":
+                return corrections.mis(old, rollout, mask, max_weight=limit)
+            case "icepop":
+                return corrections.icepop(old, rollout, mask, max_weight=limit)
+        return None
 
     def _sum(self, per_token: Tensor, mask: Tensor) -> Tensor:
         if self._config.aggregation == "sequence_mean":

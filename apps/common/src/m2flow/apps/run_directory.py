@@ -16,6 +16,7 @@ from pathlib import Path
 
 from m2flow.apps.atomic import append_line, replace_file
 from m2flow.apps.errors import RunDirectoryError, RunInUseError
+from m2flow.apps.paths import expanded
 
 __all__ = ["RunDirectory"]
 
@@ -32,7 +33,7 @@ class RunDirectory:
     def create(cls, app: str, *, root: str, directory: str = "") -> "RunDirectory":
         """Makes `directory`, or <root>/<app>-<time> where none is named. Of several at once each
         gets its own; raises RunInUseError when a named one is in use, RunDirectoryError when it cannot be made."""
-        path = Path(directory or root).expanduser()
+        path = expanded(directory or root)
         try:
             path = path if directory else _new(path, app)
             path.mkdir(parents=True, exist_ok=True)

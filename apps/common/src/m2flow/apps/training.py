@@ -4,10 +4,11 @@ It is not on the data path: an iteration runs between the workers, and the drive
 """
 
 import contextlib
+import itertools
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from m2flow.apps.app import Job, StepOutcome
@@ -22,8 +23,8 @@ from m2flow.apps.run_directory import RunDirectory
 from m2flow.apps.stage_times import stage_seconds
 from m2flow.apps.timeline_file import write_timeline
 from m2flow.apps.worker_logs import WorkerLogs
-from m2flow.flow import Graph, IterationResult, Runtime, account, account_table, trace
-from m2flow.worker import Cluster, LaunchError, Session, find_cluster, launch_run
+from m2flow.flow import Graph, IterationResult, Pending, Runtime, account, account_table, trace
+from m2flow.worker import Cluster, Item, LaunchError, Session, find_cluster, launch_run
 
 __all__ = ["Driver", "cluster_of", "traced"]
 
@@ -50,7 +51,11 @@ def cluster_of(config: TrainingConfig) -> Cluster:
 
 @dataclass
 class Driver:
-    """One training run. `first_step` is 1, or the step after a checkpoint's."""
+    """One training run. `first_step` is 1, or the step after a checkpoint's; `in_flight` is what that one kept.
+
+    Where the plan's staleness lets it, steps are begun before the last ones are over, but never past an evaluation or a
+    checkpoint: both find nothing under way.
+    """
 
     job: Job
     config: TrainingConfig
@@ -60,8 +65,10 @@ class Driver:
     planning: Planning
     progress: Progress
     first_step: int = 1
+    in_flight: Mapping[str, Sequence[Item]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._under_way: deque[Pending] = deque()
         self._results: deque[IterationResult] = deque(maxlen=self.config.run.timeline_iterations)
 
     def train(self) -> None:
@@ -78,7 +85,7 @@ class Driver:
                 _first_cause(session),
                 Runtime(self.graph, self.planning.plan, session, run_dir=path) as runtime,
             ):
-                runtime.start(self.first_step)
+                runtime.start(self.first_step, carried=self.in_flight)
                 self._walk(runtime)
         self.progress.say(self._device_table())
 
@@ -87,18 +94,29 @@ class Driver:
             self._evaluate(runtime, 0)
         for step in range(self.first_step, self.config.num_steps + 1):
             self._step(runtime, step)
-            last = step == self.config.num_steps
-            if last or step % self.config.evaluation.every == 0:
+            if self._due(step, self.config.evaluation.every):
                 self._evaluate(runtime, step)
-            if last or step % self.config.checkpoint.every == 0:
+            if self._due(step, self.config.checkpoint.every):
                 self._checkpoint(runtime, step)
+
+    def _due(self, step: int, *periods: int) -> bool:
+        return step == self.config.num_steps or any(step % every == 0 for every in periods)
+
+    def _begin(self, runtime: Runtime, step: int) -> None:
+        """Begins a step unless it has been, and those after it that may run ahead."""
+        every = self.config.evaluation.every, self.config.checkpoint.every
+        last = next(later for later in itertools.count(step) if self._due(later, *every))
+        first = step + len(self._under_way)
+        for number in range(first, min(last, step + self.planning.plan.staleness) + 1):
+            self._under_way.append(runtime.submit(number, self.job.items(number)))
 
     def _step(self, runtime: Runtime, step: int) -> None:
         self.progress.doing(f"plan {self.planning.plan.mode}")
         predicted_s = self.planning.predicted_s
-        result = runtime.run(step, self.job.items(step))
-        self._results.append(result)
+        self._begin(runtime, step)
+        result = self._under_way.popleft().result()
         self._record(step, self.job.measure(result.outputs), result, predicted_s)
+        self._results.append(result)
         remaining = self.config.num_steps - step
         if self.planning.observe(result.timeline, remaining_iterations=remaining) and remaining:
             write_plan(self.run, self.planning.plan)
@@ -109,7 +127,9 @@ class Driver:
             self.planning.switch_s = time.perf_counter() - began
 
     def _record(self, step: int, outcome: StepOutcome, result: IterationResult, predicted_s: float | None) -> None:
-        seconds = result.seconds
+        # Of a step that began while the last one went on, what it took beyond that.
+        before_ns = self._results[-1].end_ns if self._results else 0
+        seconds = (result.end_ns - max(result.start_ns, before_ns)) / 1e9
         # Weights that were published before the iteration began are no part of it.
         spans = [span for span in result.timeline.spans if span.start_ns >= result.start_ns]
         stages = stage_seconds(spans, self.graph.order)
@@ -159,7 +179,8 @@ class Driver:
             with runtime.loaded(self.job.trainer):
                 trainer.method("save_checkpoint")(str(directory)).result()
 
-        path = write_checkpoint(self.run.checkpoints, state, write, keep=self.config.checkpoint.keep)
+        keep = self.config.checkpoint.keep
+        path = write_checkpoint(self.run.checkpoints, state, write, keep=keep, in_flight=runtime.carried())
         self.progress.say(f"step {step}: checkpoint {path}")
         self._write_timeline()
 

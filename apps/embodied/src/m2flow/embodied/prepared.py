@@ -4,6 +4,7 @@ import importlib.metadata
 from pathlib import Path
 
 from m2flow.apps.atomic import new_directory
+from m2flow.apps.paths import expanded
 from m2flow.apps.seeding import derived_seed
 from m2flow.embodied.config import EmbodiedConfig
 from m2flow.embodied.policy import GaussianPolicy, PolicyShape, save_policy
@@ -16,7 +17,7 @@ def prepared(config: EmbodiedConfig, cache_dir: str = "~/.cache/m2flow") -> Path
     """Returns the directory of the untrained policy, under `cache_dir`. Blocks: it makes the task, the first time."""
     shape = (repr(config.policy.hidden), repr(config.policy.log_std))
     key = derived_seed(config.seed, config.env.id, _version(config.env.id), *shape)
-    target = Path(cache_dir).expanduser() / f"policy-{key:016x}"
+    target = expanded(cache_dir) / f"policy-{key:016x}"
     if not target.is_dir():
         policy = GaussianPolicy(_shape(config), seed=derived_seed(config.seed, "policy") >> 1)
         with new_directory(target) as directory:

@@ -186,10 +186,14 @@ class Connection:
     def on_release(self, body: bytes) -> None:
         """Takes back the blocks that a RELEASE frame names; one that was not lent is a protocol error."""
         message = comm_pb2.Release.FromString(body)
-        for block in message.blocks:
-            self._returned(block)(message.abandoned)
+        self.returned(message.blocks, message.abandoned)
 
-    def _returned(self, block: comm_pb2.Block) -> OnReturned:
+    def returned(self, blocks: Iterable[comm_pb2.Block | BlockRef], abandoned: bool) -> None:
+        """Takes back blocks that were lent; raises ProtocolError for one that was not."""
+        for block in blocks:
+            self._returned(block)(abandoned)
+
+    def _returned(self, block: comm_pb2.Block | BlockRef) -> OnReturned:
         with self._lock:
             callbacks = self._lent.get((block.segment, block.offset_bytes))
             if not callbacks:

@@ -3,6 +3,7 @@
 Everything here runs on the endpoint's io thread, so the indexes need no lock.
 """
 
+import threading
 from collections.abc import Sequence
 from functools import partial
 
@@ -10,12 +11,14 @@ from m2flow.comm._connection import Connection
 from m2flow.comm._frames import Kind, ProtocolError
 from m2flow.comm._index import Caller, ChannelIndex, Entry, Held, Refusal
 from m2flow.comm._items import add_payloads, column, rows
-from m2flow.comm._mappings import BlockRef
 from m2flow.comm._parking import Parking
 from m2flow.comm._references import Reference, is_reference, referenced
 from m2flow.comm._views import Filter
 from m2flow.comm.payload import encode, has_pickle
 from m2flow.proto.comm.v1 import comm_pb2
+
+# Readers let go on the io thread or on one that waits.
+_counting = threading.Lock()
 
 
 class Passed:
@@ -25,7 +28,6 @@ class Passed:
 
     def __init__(self, connection: Connection, block: comm_pb2.Block) -> None:
         self._message = block
-        self._block: BlockRef | None
         self._block, self._mapped = connection.segment_of(block)
         self._from = connection
         self._abandoned = False
@@ -37,20 +39,21 @@ class Passed:
 
     def give(self, reader: Connection) -> bytes | comm_pb2.Block:
         """Returns what stands for the payload to a reader, whom its block is lent to where it can map it."""
-        assert self._block is not None
         if not reader.link.passes_fds:
             return self._mapped.bytes_of(self._block).tobytes()
-        self._holds += 1
+        with _counting:
+            self._holds += 1
         # A block has the same name at every end.
         reader.lend(self._block, self._mapped, self._let_go)
         return self._message
 
     def _let_go(self, abandoned: bool) -> None:
-        self._holds -= 1
-        self._abandoned |= abandoned
-        if not self._holds and self._block is not None:
+        with _counting:
+            self._holds -= 1
+            self._abandoned |= abandoned
+            last = not self._holds
+        if last:
             self._from.release([self._block], abandoned=self._abandoned)
-            self._block = None
 
 
 class ChannelHost:
@@ -111,8 +114,8 @@ class ChannelHost:
                 return
             index.put(caller, _entries(connection, request.put.items), wait=request.put.wait)
         elif kind == "get":
-            at_least = request.get.at_least if request.get.HasField("at_least") else None
-            index.get(caller, _filter(request.get), request.get.weight, at_least)
+            get = request.get
+            index.get(caller, _filter(get), get.weight, get.at_least if get.HasField("at_least") else None)
         elif kind == "ack":
             index.ack(connection.session, request.ack.leases, give_back=request.ack.give_back)
         elif kind == "end":
@@ -182,7 +185,6 @@ def _filter(request: comm_pb2.GetRequest) -> Filter:
 
 
 def _answer(connection: Connection, request_id: int, entries: Sequence[Entry], refusal: Refusal | None) -> None:
-    response = comm_pb2.ChannelResponse()
     if entries:
         items = comm_pb2.Items(
             ids=column([entry.id for entry in entries], ""),
@@ -195,10 +197,11 @@ def _answer(connection: Connection, request_id: int, entries: Sequence[Entry], r
         )
         add_payloads(items, [_given(entry.payload, connection) for entry in entries])
         response = comm_pb2.ChannelResponse(items=items)
-    if refusal is not None:
-        response.failure.CopyFrom(
-            comm_pb2.Failure(type=refusal.type, message=refusal.message, peers=refusal.peers),
-        )
+    elif refusal is not None:
+        failure = comm_pb2.Failure(type=refusal.type, message=refusal.message, peers=refusal.peers)
+        response = comm_pb2.ChannelResponse(failure=failure)
+    else:
+        response = comm_pb2.ChannelResponse()
     connection.send(Kind.REPLY, request_id, response.SerializeToString())
 
 

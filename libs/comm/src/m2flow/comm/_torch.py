@@ -5,6 +5,7 @@ torch is imported when the first tensor is met, here or on the wire, and never o
 
 import importlib
 import sys
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,12 @@ def code_of(tensor: Any) -> int:
         )
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise PayloadError(f"got a tensor of layout {tensor.layout}, want a dense one: call to_dense() or dequantize()")
-    name = str(tensor.dtype).removeprefix("torch.")
+    return _code_of_dtype(tensor.dtype)
+
+
+@lru_cache
+def _code_of_dtype(dtype: Any) -> int:
+    name = str(dtype).removeprefix("torch.")
     code = _CODES.get(name)
     if code is None:
         raise PayloadError(f"got a tensor of dtype {name}, want one of {', '.join(DTYPE_NAMES)}")
@@ -71,7 +77,7 @@ def flat(tensor: Any) -> Any:
 
 def on_gpu(flat: Any) -> bool:
     """Says whether a tensor lies where only a copy brings it to the host."""
-    return bool(flat.device.type != "cpu")
+    return not flat.is_cpu
 
 
 def copy_into(flat: Any, target: npt.NDArray[np.uint8]) -> None:
@@ -107,10 +113,11 @@ def item_size(code: int) -> int:
 
 def from_bytes(code: int, shape: tuple[int, ...], data: npt.NDArray[np.uint8]) -> Any:
     """Returns a CPU tensor over the bytes given, which must be as many as shape and dtype say and stay writable."""
-    torch = importlib.import_module("torch")
+    dtype = _dtype(code)
+    torch = sys.modules["torch"]
     if data.size == 0:
-        return torch.empty(shape, dtype=_dtype(code))
-    return torch.from_numpy(data).view(_dtype(code)).reshape(shape)
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
 def empty(code: int, shape: tuple[int, ...], device: Any) -> Any:
@@ -119,6 +126,7 @@ def empty(code: int, shape: tuple[int, ...], device: Any) -> Any:
     return importlib.import_module("torch").empty(shape, dtype=_dtype(code), device=device)
 
 
+@lru_cache
 def _dtype(code: int) -> Any:
     try:
         torch = importlib.import_module("torch")

@@ -4,6 +4,7 @@ Every element costs at least one byte of what is read, so a count that exceeds t
 before anything is made from it.
 """
 
+import itertools
 import math
 import pickle
 import struct
@@ -34,8 +35,9 @@ _TAG_U64 = struct.Struct("<cQ")
 _TAG_I64 = struct.Struct("<cq")
 _TAG_F64 = struct.Struct("<cd")
 _ARRAY = struct.Struct("<BB")
-# Keys up to here are kept, spelt out and read: those of dicts are few and come again and again.
+# Dicts of so few and short keys have them in a table that is kept, spelt out and read: they come again and again.
 _MAX_KEY = 64
+_MAX_KEYS = 32
 _I64_MIN, _I64_MAX = -(1 << 63), (1 << 63) - 1
 
 
@@ -78,14 +80,8 @@ class TreeWriter:
             self._text(record.name)
             self.out += _U32.pack(record.check)
             self._all([getattr(value, name) for name in record.fields])
-        elif _torch.is_tensor(value) and self._lift is not None and self._lift(value):
-            self.out += _TAG_U32.pack(b"L", len(self.lifted))
-            self.lifted.append(value)
         elif _torch.is_tensor(value):
-            code, flat = _torch.code_of(value), _torch.flat(value)
-            self.out += b"T" + _ARRAY.pack(code, value.ndim) + struct.pack(f"<{value.ndim}Q", *value.shape)
-            # From a GPU it is copied once, when it is written.
-            self.parts.append(flat if _torch.on_gpu(flat) else flat.numpy())
+            self._tensor(value)
         elif isinstance(value, np.generic):
             self._array(b"G", np.asarray(value))
         else:
@@ -145,15 +141,15 @@ class TreeWriter:
         self._all(value)
 
     def _dict(self, value: dict[Any, Any]) -> None:
-        out = self.out
-        out += _TAG_U32.pack(b"m", len(value))
+        out, write = self.out, self.write
+        head = _keys(*value) if len(value) <= _MAX_KEYS else None
+        if head is None:
+            out += _TAG_U32.pack(b"m", len(value))
+            self._all(itertools.chain.from_iterable(value.items()))
+            return
+        out += head
         self._enter()
-        write = self.write
-        for key, item in value.items():
-            if type(key) is str and len(key) <= _MAX_KEY:
-                out += _key(key)
-            else:
-                write(key)
+        for item in value.values():
             # What most items are made of is written in line: a call costs as much as the value.
             kind = type(item)
             if kind is int and _I64_MIN <= item <= _I64_MAX:
@@ -166,6 +162,16 @@ class TreeWriter:
             else:
                 write(item)
         self._depth -= 1
+
+    def _tensor(self, value: Any) -> None:
+        if self._lift is not None and self._lift(value):
+            self.out += _TAG_U32.pack(b"L", len(self.lifted))
+            self.lifted.append(value)
+            return
+        code, flat, shape = _torch.code_of(value), _torch.flat(value), value.shape
+        self.out += struct.pack(f"<cBB{len(shape)}Q", b"T", code, len(shape), *shape)
+        # From a GPU it is copied once, when it is written.
+        self.parts.append(flat if _torch.on_gpu(flat) else flat.numpy())
 
     def _pickled(self, value: Pickled) -> None:
         try:
@@ -189,11 +195,14 @@ class TreeWriter:
         self.parts.append(np.asarray(value, order="C").reshape(-1).view(np.uint8) if value.nbytes else b"")
 
 
-@lru_cache(maxsize=4096)
-def _key(text: str) -> bytes:
-    """Returns a short string as the tree spells it."""
-    data = text.encode("utf-8", "surrogatepass")
-    return _TAG_U32.pack(b"s", len(data)) + data
+@lru_cache(maxsize=1024, typed=True)
+def _keys(*keys: Any) -> bytes | None:
+    """Returns the keys of a dict as the tree spells them: once for all items of one structure; None for odd ones."""
+    if not all(type(key) is str and len(key) <= _MAX_KEY for key in keys):
+        return None
+    spelt = [key.encode("utf-8", "surrogatepass") for key in keys]
+    table = b"".join(_U32.pack(len(data)) + data for data in spelt)
+    return _TAG_U32.pack(b"k", len(table)) + table
 
 
 _WRITERS: dict[type, Callable[[TreeWriter, Any], None]] = {
@@ -277,12 +286,15 @@ class TreeReader:
 
     def _count(self, at: int) -> int:
         count = int(_U32.unpack_from(self._data, at)[0])
+        self._enter(count, at)
+        return count
+
+    def _enter(self, count: int, at: int) -> None:
         if count > self._size - at:
             raise PayloadError(f"got a count of {count} with {self._size - at} bytes left")
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise PayloadError(f"got a tree nested deeper than {MAX_DEPTH}")
-        return count
 
     def _none(self, at: int) -> tuple[None, int]:
         return None, at
@@ -329,33 +341,36 @@ class TreeReader:
         return tuple(values), at
 
     def _dict(self, at: int) -> tuple[dict[Any, Any], int]:
-        read, data, size, u32 = self.read, self._data, self._size, _U32.unpack_from
+        read = self.read
         tree: dict[Any, Any] = {}
-        value: Any
         count, at = self._count(at), at + 4
         for _ in range(count):
-            if data[at] == _STR:
-                end = at + 5 + u32(data, at + 1)[0]
-                if end > size:
-                    raise self._cut(end)
-                key: Any = (_decode_key if end - at <= _MAX_KEY else _decode_text)(data[at + 5 : end])
-                at = end
-            else:
-                key, at = read(at)
-            tag = data[at]
-            if tag == _INT:
-                value, at = _I64.unpack_from(data, at + 1)[0], at + 9
-            elif tag == _BYTES:
-                end = at + 5 + u32(data, at + 1)[0]
-                if end > size:
-                    raise self._cut(end)
-                value, at = data[at + 5 : end], end
-            else:
-                value, at = read(at)
+            key, at = read(at)
+            value, at = read(at)
             try:
                 tree[key] = value
             except TypeError as error:
                 raise PayloadError(f"got a dict key of type {type(key).__name__}: {error}") from error
+        self._depth -= 1
+        return tree, at
+
+    def _keyed(self, at: int) -> tuple[dict[str, Any], int]:
+        read, data, size = self.read, self._data, self._size
+        table, at = self._take(at)
+        keys = _decode_keys(table)
+        self._enter(len(keys), at)
+        tree: dict[str, Any] = {}
+        for key in keys:
+            tag = data[at]
+            if tag == _INT:
+                tree[key], at = _I64.unpack_from(data, at + 1)[0], at + 9
+            elif tag == _BYTES:
+                end = at + 5 + _U32.unpack_from(data, at + 1)[0]
+                if end > size:
+                    raise self._cut(end)
+                tree[key], at = data[at + 5 : end], end
+            else:
+                tree[key], at = read(at)
         self._depth -= 1
         return tree, at
 
@@ -423,7 +438,21 @@ def _decode_text(data: bytes) -> str:
         raise PayloadError(f"got text that is not UTF-8: {error}") from error
 
 
-_decode_key = lru_cache(maxsize=4096)(_decode_text)
+@lru_cache(maxsize=1024)
+def _decode_keys(table: bytes) -> tuple[str, ...]:
+    """Returns the keys that a table holds; raises PayloadError for one that no writer writes."""
+    keys: list[str] = []
+    at = 0
+    while at < len(table):
+        size = _U32.unpack_from(table, at)[0]
+        end = at + 4 + size
+        if end > len(table) or size > 4 * _MAX_KEY or len(keys) == _MAX_KEYS:
+            raise PayloadError(f"got a table of keys of {len(table)} bytes, want at most {_MAX_KEYS} short ones")
+        keys.append(_decode_text(table[at + 4 : end]))
+        at = end
+    return tuple(keys)
+
+
 _STR, _INT, _FLOAT, _BYTES = b"sidb"
 _READERS: dict[int, Callable[[TreeReader, int], tuple[Any, int]]] = {
     ord("N"): TreeReader._none,
@@ -436,6 +465,7 @@ _READERS: dict[int, Callable[[TreeReader, int], tuple[Any, int]]] = {
     ord("l"): TreeReader._list,
     ord("u"): TreeReader._tuple,
     ord("m"): TreeReader._dict,
+    ord("k"): TreeReader._keyed,
     ord("R"): TreeReader._record,
     ord("A"): TreeReader._array,
     ord("G"): TreeReader._scalar,

@@ -119,7 +119,10 @@ class Endpoint:
         return self._fabric.listen(address)
 
     def add_address(self, peer: str, address: str) -> None:
-        """Reaches a peer over gRPC at an address, instead of a socket in this host's directory. Does not block."""
+        """Reaches a peer over gRPC at an address, instead of a socket in this host's directory. Does not block.
+
+        Without an address it is in the directory again. What is connected already stays so.
+        """
         self._fabric.add_address(peer, address)
 
     # Calls.
@@ -334,12 +337,17 @@ class Endpoint:
     def fetch_weights(
         self, source: str, name: str, version: int, *, timeout_s: float | None = None
     ) -> Mapping[str, Tree]:
-        """Returns a version's tensors in place, for reading only. Blocks until `source` has staged it.
+        """Returns a version's tensors, of this host in place, for reading only. Blocks until `source` has staged it.
 
         They stay as they are for as long as any of them is kept. All digests are checked the first time, one in eight
         later. Raises PayloadError for a digest that differs, RemoteError for a version that is withdrawn, PeerLostError
         when the source dies, TimeoutError_ after `timeout_s` seconds.
         """
+        if not self.shares_memory_with(source):
+            receiver, weights = self.weight_receiver(name, sources=[source]), dict[str, Tree]()
+            receiver.prepare(version, timeout_s=timeout_s)
+            receiver.commit(weights.update)
+            return weights
         answer = self.request(source, SERVICE, "fetch", (name, version), timeout_s=timeout_s)
         return self._reader.check(
             source, name, version, answer, lambda: self.request(source, SERVICE, "digests", (name, version))

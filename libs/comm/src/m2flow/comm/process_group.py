@@ -30,7 +30,8 @@ class ProcessGroupBackend:
 
     NCCL runs what two ranks ask of one group in order, so that two who both sent first would wait for ever: there
     messages to lower ranks go over a group of their own, `back`, and neither is made with a `device_id`, as all ranks
-    would share its one queue. Raises ValueError for groups that will not do.
+    would share its one queue. With gloo a rank silent for the time-out of its group is a lost peer; with NCCL torch's
+    watchdog acts as its own settings say. Raises ValueError for groups that will not do.
     """
 
     def __init__(

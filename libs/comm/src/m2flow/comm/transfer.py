@@ -19,7 +19,7 @@ from m2flow.comm._changes import Changes, changed
 from m2flow.comm.errors import CommError, PayloadError
 from m2flow.comm.payload import Tree
 from m2flow.comm.resharding import Box, Piece, cover
-from m2flow.comm.weights import SERVICE, WeightReader, digest
+from m2flow.comm.weights import SERVICE, WeightReader, digest, read_layout
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 # Loads a bucket of whole wanted parts: what the engine at the receiver does with them.
@@ -28,6 +28,8 @@ Load = Callable[[Mapping[str, Tree]], None]
 
 # The wanted box of each tensor, and the pieces that cover it.
 Plan = Mapping[str, tuple[Box, Sequence[Piece]]]
+# Of each source, the box of each tensor that it has and the shape of the whole.
+Layouts = Mapping[str, Mapping[str, tuple[Box, tuple[int, ...]]]]
 
 
 class Caller(Protocol):
@@ -93,6 +95,8 @@ class WeightReceiver:
         # By source, the version that came over a network last, for the changes of the next.
         self._bases: dict[str, tuple[int, dict[tuple[str, Box], Tree]]] = {}
         self._moved_bytes = 0
+        # What covers what, for as long as the sources' layouts stay as they are.
+        self._planned: tuple[Layouts, Plan] | None = None
         self._prepared: tuple[int, dict[str, _Part]] | None = None
 
     def prepare(self, version: int, *, timeout_s: float | None = None) -> Prepared:
@@ -103,14 +107,26 @@ class WeightReceiver:
         """
         started = time.monotonic()
         self._moved_bytes = 0
-        plan, shards = self._plan(version, timeout_s)
+        # What is on this host is mapped at once, its layout with it.
+        mapped = {
+            source: self._caller.request(source, SERVICE, "fetch", (self._name, version), timeout_s=timeout_s)
+            for source in self._sources
+            if self._caller.shares_memory_with(source)
+        }
+        plan, shards = self._plan(version, timeout_s, mapped)
         parts: dict[str, _Part] = {name: _Part(box, []) for name, (box, _) in plan.items()}
         checking_s = 0.0
         for source in self._sources:
             asked = [
                 (name, piece.box) for name, (_, pieces) in plan.items() for piece in pieces if piece.source == source
             ]
-            for name, box, array, seconds in self._pieces(source, version, asked, shards[source], timeout_s):
+            if not asked:
+                continue
+            if source in mapped:
+                found = self._mapped_pieces(source, version, asked, shards[source], mapped[source], timeout_s)
+            else:
+                found = self._moved_pieces(source, version, asked, shards[source], timeout_s)
+            for name, box, array, seconds in found:
                 parts[name].pieces.append((box, array))
                 checking_s += seconds
         self._prepared = (version, parts)
@@ -152,7 +168,7 @@ class WeightReceiver:
         served until a commit, or another stream, succeeds.
         """
         self.version = None
-        plan, shards = self._plan(version, timeout_s)
+        plan, shards = self._plan(version, timeout_s, {})
         names = list(plan)
         runs = list(_runs([plan[name][0].num_elements() * 8 for name in names], self._bucket_bytes))
         ask = partial(self._ask, version, plan, shards)
@@ -181,17 +197,22 @@ class WeightReceiver:
                 asked.append((source, run, self._caller.request_async(source, SERVICE, "slices", args)))
         return asked
 
-    def _plan(self, version: int, timeout_s: float | None) -> tuple[Plan, dict[str, dict[str, Box]]]:
-        """What covers each wanted box, and the boxes that each source has."""
-        layouts = {
-            source: self._caller.request(source, SERVICE, "layout", (self._name, version), timeout_s=timeout_s)
-            for source in self._sources
-        }
-        plan = {name: cover_named(name, box, layouts) for name, box in self._boxes(layouts).items()}
-        shards = {
-            source: {name: Box(*found[:2]) for name, found in layout.items()} for source, layout in layouts.items()
-        }
-        return plan, shards
+    def _plan(
+        self, version: int, timeout_s: float | None, mapped: Mapping[str, Tree]
+    ) -> tuple[Plan, dict[str, dict[str, Box]]]:
+        """What covers each wanted box, and the boxes that each source has; of those `mapped` it is not asked for."""
+        layouts = {}
+        for source in self._sources:
+            if source in mapped:
+                packed = mapped[source]["layout"]
+            else:
+                packed = self._caller.request(source, SERVICE, "layout", (self._name, version), timeout_s=timeout_s)
+            layouts[source] = read_layout(packed)
+        if self._planned is None or self._planned[0] != layouts:
+            plan = {name: cover_named(name, box, layouts) for name, box in self._boxes(layouts).items()}
+            self._planned = layouts, plan
+        shards = {source: {name: box for name, (box, _) in layout.items()} for source, layout in layouts.items()}
+        return self._planned[1], shards
 
     def _check(self, version: int, source: str, name: str, array: Tree, expected: int) -> None:
         if digest(array) != expected:
@@ -207,13 +228,32 @@ class WeightReceiver:
         self.version, self._prepared = version, None
         return version
 
-    def _boxes(self, layouts: Mapping[str, Mapping[str, Tree]]) -> dict[str, Box]:
+    def _boxes(self, layouts: Layouts) -> dict[str, Box]:
         if self._wanted is not None:
             return dict(self._wanted)
-        whole = {name: found[2] for layout in layouts.values() for name, found in layout.items()}
+        whole = {name: found[1] for layout in layouts.values() for name, found in layout.items()}
         return {name: Box((0,) * len(shape), shape) for name, shape in whole.items()}
 
-    def _pieces(
+    def _mapped_pieces(
+        self,
+        source: str,
+        version: int,
+        asked: Sequence[tuple[str, Box]],
+        shards: Mapping[str, Box],
+        answer: Tree,
+        timeout_s: float | None,
+    ) -> Iterator[tuple[str, Box, Tree, float]]:
+        """Yields name, box and array, in place, of what is asked of a source, and the seconds spent on checking it."""
+        started = time.monotonic()
+        ask = partial(self._caller.request, source, SERVICE, "digests", (self._name, version), timeout_s=timeout_s)
+        weights = self._reader.check(source, self._name, version, answer, ask)
+        seconds = time.monotonic() - started
+        for name, box in asked:
+            shard = shards[name]
+            yield name, box, weights[name] if box == shard else weights[name][(*box.slices(shard), ...)], seconds
+            seconds = 0.0
+
+    def _moved_pieces(
         self,
         source: str,
         version: int,
@@ -221,19 +261,7 @@ class WeightReceiver:
         shards: Mapping[str, Box],
         timeout_s: float | None,
     ) -> Iterator[tuple[str, Box, Tree, float]]:
-        """Yields name, box and array of what is asked of a source, and the seconds spent on checking it."""
-        if not asked:
-            return
-        if self._caller.shares_memory_with(source):
-            answer = self._caller.request(source, SERVICE, "fetch", (self._name, version), timeout_s=timeout_s)
-            started = time.monotonic()
-            ask = partial(self._caller.request, source, SERVICE, "digests", (self._name, version), timeout_s=timeout_s)
-            weights = self._reader.check(source, self._name, version, answer, ask)
-            seconds = time.monotonic() - started
-            for name, box in asked:
-                yield name, box, weights[name][(*box.slices(shards[name]), ...)], seconds
-                seconds = 0.0
-            return
+        """Yields the same of a source that is reached over a network."""
         # Over a network only what is wanted is moved, a bucket at a time; of what this end has had, only what changed.
         base, had = self._bases.get(source, (None, {}))
         have: dict[tuple[str, Box], Tree] = {}
@@ -259,9 +287,9 @@ class WeightReceiver:
             yield {name: _put_together(parts[name]) for name in names[start:stop]}
 
 
-def cover_named(name: str, box: Box, layouts: Mapping[str, Mapping[str, Tree]]) -> tuple[Box, list[Piece]]:
+def cover_named(name: str, box: Box, layouts: Layouts) -> tuple[Box, list[Piece]]:
     """Returns a wanted box and the pieces that cover it; raises ValueError naming the tensor where that cannot be."""
-    shards = [(source, Box(*layout[name][:2])) for source, layout in layouts.items() if name in layout]
+    shards = [(source, layout[name][0]) for source, layout in layouts.items() if name in layout]
     if not shards:
         raise ValueError(f"no source has a tensor {name!r}: want one of those that {', '.join(layouts)} staged")
     if len(shards[0][1].shape) != len(box.shape):

@@ -5,6 +5,7 @@ later ones of an eighth, another eighth each time. Every reader maps the same by
 (of all tensors the first time, asking for those that are not), and holds the memory while it keeps an array.
 """
 
+import itertools
 import threading
 import time
 import zlib
@@ -21,7 +22,7 @@ from m2flow.comm._changes import changes
 from m2flow.comm._segments import Pool
 from m2flow.comm.errors import PayloadError
 from m2flow.comm.payload import Tree, decode, encode
-from m2flow.comm.resharding import Shard
+from m2flow.comm.resharding import Box, Shard
 
 SERVICE = "m2flow.weights"
 _KEPT_VERSIONS = 2
@@ -55,7 +56,7 @@ class WeightStore:
         """
         started = time.monotonic()
         arrays = {key: value.data if isinstance(value, Shard) else value for key, value in weights.items()}
-        layout = {key: _layout(value) for key, value in weights.items()}
+        layout = packed_layout(weights)
         digests = {key: digest(arrays[key]) for key in self._checked(name, list(arrays))}
         digested = time.monotonic()
         payload = encode({"digests": digests, "layout": layout, "weights": arrays})
@@ -76,7 +77,7 @@ class WeightStore:
         It must stay as it is for as long as the store is open.
         """
         arrays = {key: value.data if isinstance(value, Shard) else value for key, value in weights.items()}
-        layout = {key: _layout(value) for key, value in weights.items()}
+        layout = packed_layout(weights)
         with self._lock:
             self._offered[name, version] = {"layout": layout, "weights": arrays}
 
@@ -196,6 +197,24 @@ class WeightReader:
                 raise PayloadError(f"weights {name!r} version {version} from {source!r}: {key!r} has another digest")
         self._known.add((source, name))
         return dict(weights)
+
+
+def packed_layout(weights: Mapping[str, Tree]) -> Tree:
+    """Returns where each of the arrays or shards lies, in columns: it is read once for every version, at both ends."""
+    places = [_layout(value) for value in weights.values()]
+    numbers = np.array([number for place in places for part in place for number in part], np.int64)
+    return list(weights), np.array([len(shape) for _, shape, _ in places], np.uint8), numbers
+
+
+def read_layout(packed: Tree) -> dict[str, tuple[Box, tuple[int, ...]]]:
+    """Returns the box of each shard and the shape of its whole tensor; the inverse of `packed_layout`."""
+    names, ndims, numbers = packed
+    flat = iter(numbers.tolist())
+    found = {}
+    for name, ndim in zip(names, ndims.tolist(), strict=True):
+        offset, shape, whole = (tuple(itertools.islice(flat, ndim)) for _ in range(3))
+        found[name] = Box(offset, shape), whole
+    return found
 
 
 def _layout(value: Tree) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

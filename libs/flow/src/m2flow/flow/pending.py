@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from m2flow.comm import CommError, Endpoint, TimeoutError_
+from m2flow.flow._clocks import Clocks
 from m2flow.flow._inbox import Inbox
 from m2flow.flow._mail import inbox_channel
 from m2flow.flow._outlet import Outlet, Tally
@@ -37,6 +38,7 @@ class Pending:
         *,
         board: QuotaBoard,
         more: More | None,
+        clocks: Clocks,
         epoch_ns: int,
         on_over: Callable[["Pending"], None],
         stir: Callable[[], None],
@@ -48,6 +50,7 @@ class Pending:
         self._runners = runners
         self._board = board
         self._more = more
+        self._clocks = clocks
         self._epoch_ns = epoch_ns
         self._on_over = on_over
         self._start_ns = time.monotonic_ns() - epoch_ns
@@ -94,7 +97,8 @@ class Pending:
         timeline = pb.Timeline()
         for handle in self._handles:
             for answer in handle.result():
-                timeline.spans.extend(pb.Timeline.FromString(answer["spans"]).spans)
+                spans = pb.Timeline.FromString(answer["spans"]).spans
+                timeline.spans.extend(self._clocks.aligned(span) for span in spans)
                 lost.update(answer["lost"])
         end_ns = time.monotonic_ns() - self._epoch_ns
         timeline.spans.sort(key=lambda span: (span.start_ns, span.end_ns))

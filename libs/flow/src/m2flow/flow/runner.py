@@ -6,6 +6,7 @@ through it. Every stage has a thread; a publish stage has one on both sides.
 
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -110,6 +111,10 @@ class RankRunner:
     def carry(self, carried: Mapping[str, Sequence[Item]]) -> None:
         """Takes what `carried` gave, here or elsewhere."""
         self._unit.quotas.carry(carried)
+
+    def now(self) -> int:
+        """The nanoseconds of the clock that spans are recorded by."""
+        return time.monotonic_ns()
 
     def stop(self) -> None:
         """Ends the threads that wait for weights or for another iteration. Does not block."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from m2flow.flow._clocks import Clocks
 from m2flow.flow._mail import gate_channel, inbox_channel
 from m2flow.flow._services import serve
 from m2flow.flow.checking import check_plan
@@ -41,6 +42,7 @@ class Runtime:
         self._flow = lower(graph, plan)
         self._runners: dict[str, AttachedGroup] = {}
         self._epoch_ns = time.monotonic_ns()
+        self._clocks = Clocks()
         self._next = 0
         self._under_way: list[Pending] = []
         self._stopped = False
@@ -92,6 +94,7 @@ class Runtime:
             self._runners,
             board=self._board,
             more=more,
+            clocks=self._clocks,
             epoch_ns=self._epoch_ns,
             on_over=self._under_way.remove,
             stir=self._session.watchdog.stir,
@@ -187,6 +190,7 @@ class Runtime:
         for one in started:
             self.groups[one.name] = one
             self._runners[one.name] = one.attach("flow", _RUNNER, self._epoch_ns)
+            self._clocks.measure(one.name, self._runners[one.name])
         for group in self._flow.groups:
             self._runners[group.name].rest(self._flow).wait()
 

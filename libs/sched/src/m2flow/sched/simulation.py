@@ -76,10 +76,7 @@ def _tasks(model: Model, plan: flow_pb2.ExecutionPlan) -> list[Task]:
     for i, node in enumerate(workflow.nodes):
         first, fed = stages[node.stages[0]], any(e.consumer == i for e in workflow.edges)
         volume = workflow.volumes[node.stages[0]]
-        chunk = float(first.granularity)
-        if node.cyclic:  # one that has all its input when the iteration begins lets items in as others leave
-            chunk = volume if not fed else _in_flight(model, plan, node) or chunk
-        fraction = min(1.0, chunk / volume)
+        fraction = min(1.0, _chunk(model, plan, i) / volume)
         chunks = max(1, ceil(1 / fraction - 1e-9))
         steps = [_consumer_chunks(model, stages, e.consumer) for e in workflow.edges if e.producer == i]
         pieces = min(_EMISSIONS, max(steps, default=1))
@@ -104,7 +101,8 @@ def _tasks(model: Model, plan: flow_pb2.ExecutionPlan) -> list[Task]:
                 onload_s=sum(s[0] for s in switches),
                 offload_s=sum(s[1] for s in switches),
                 needs=tuple({(e.producer, e.barrier) for e in workflow.edges if e.consumer == i}),
-                room=_room(model, plan, i),
+                # The outputs of a loop that runs as a whole wait for room one by one, not the loop for all of theirs.
+                room=() if loop is not None and chunks == 1 else _room(model, plan, i),
                 seconds=_seconds(model, plan, node) if loop is None else loop.seconds,
                 emits=emits,
             )
@@ -112,6 +110,20 @@ def _tasks(model: Model, plan: flow_pb2.ExecutionPlan) -> list[Task]:
     for publish in workflow.publishes:
         tasks.append(_publication(model, plan, publish))
     return tasks
+
+
+def _chunk(model: Model, plan: flow_pb2.ExecutionPlan, number: int) -> float:
+    """Items that a node takes at a time. A loop that has all its input when the iteration begins, and lets nobody in
+    between, takes all of them: it lets some in as others leave."""
+    node = model.workflow.nodes[number]
+    first = next(s for s in plan.stages if s.stage == node.stages[0])
+    if not node.cyclic:
+        return first.granularity
+    own = {d for g in plan.groups if g.group in node.groups for d in g.device_ids}
+    shared = any(own & set(g.device_ids) for g in plan.groups if g.group not in node.groups)
+    if (first.hold or not shared) and not any(e.consumer == number for e in model.workflow.edges):
+        return model.workflow.volumes[node.stages[0]]
+    return _in_flight(model, plan, node) or first.granularity
 
 
 def _consumer_chunks(model: Model, stages: dict[str, flow_pb2.StagePlan], node: int) -> int:

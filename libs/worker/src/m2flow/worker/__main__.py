@@ -30,7 +30,9 @@ def main(arguments: list[str]) -> None:
         run_tasks(options.target, options.num_processes)
     elif options.command == "reward":
         # By name, because an agent must not have gRPC before its fork.
-        resolve_target("m2flow.worker.reward_service:serve")(options.target, options.address, options.num_processes)
+        resolve_target("m2flow.worker.reward_service:serve")(
+            options.target, options.address, _token(options.token_file), options.num_processes
+        )
     else:
         resolve_target("m2flow.worker.launchers.serve:serve")(
             options.target, options.address, _token(options.token_file)
@@ -49,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     reward = commands.add_parser("reward")
     reward.add_argument("target", help="the function, as module:function")
     reward.add_argument("--address", required=True, help="where to serve, as HOST:PORT; port 0 takes a free one")
+    reward.add_argument("--token-file", type=Path, help=f"holds the secret that a caller must know; else ${_TOKEN}")
     reward.add_argument("--num-processes", type=int, default=os.cpu_count() or 1)
     commands.add_parser("agent")
     commands.add_parser("rank")
@@ -61,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 def _token(file: Path | None) -> str:
     token = file.read_text().strip() if file is not None else os.environ.get(_TOKEN, "")
     if not token:
-        sys.exit(f"serve: got no token, want one in --token-file or ${_TOKEN}: whoever knows it may run the class here")
+        sys.exit(f"serve: got no token, want one in --token-file or ${_TOKEN}: whoever knows it may use what runs here")
     return token
 
 

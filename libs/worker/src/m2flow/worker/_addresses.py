@@ -38,10 +38,13 @@ class AddressBook:
         return {name: place.address for name, place in self._places.items() if place.host != host}
 
     def enter(self, name: str, host: str, address: str) -> None:
-        """An endpoint has started."""
+        """An endpoint has started, perhaps where there was another of its name."""
         self._places[name] = _Place(host, address)
-        if host:
-            self._endpoint.add_address(name, address)
+        self._endpoint.add_address(name, address if host else "")
+
+    def forget(self, name: str) -> None:
+        """An endpoint has gone for good."""
+        self._places.pop(name, None)
 
 
 def _way_to(host: str) -> str:

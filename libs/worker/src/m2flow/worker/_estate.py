@@ -23,18 +23,21 @@ class Giver:
         self._name = f"{context.group}.{context.rank}-{number}"
         self._endpoint: Endpoint | None = None
 
-    def give(self) -> str:
-        """Takes the worker off its devices, offers its state under another name, which it returns, and frees its own.
+    def give(self) -> tuple[str, str]:
+        """Takes the worker off its devices, offers its state under another name, and frees its own.
 
-        The name is empty where there is nothing to keep. Blocks for the worker's present call, which must be its last.
+        The name is empty where there is nothing to keep. Returns it, and where other machines reach it. Blocks for the
+        worker's present call, which must be its last.
         """
+        address = ""
         with self._context.turn:
             self._worker.offload()
             if shards := self._worker.shards():
                 self._endpoint = self._context.open_endpoint(self._name)
                 self._endpoint.offer_weights(_NAME, _VERSION, shards)
+                address = self._endpoint.listen(f"{self._context.host}:0") if self._context.host else ""
         self._context.endpoint.close()
-        return self._name if shards else ""
+        return self._name if shards else "", address
 
     def leave(self) -> None:
         """Withdraws the state."""

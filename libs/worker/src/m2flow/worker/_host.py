@@ -1,99 +1,41 @@
 """One rank: it builds the worker, runs its calls one at a time, and keeps the objects that live beside it.
 
-A *lane* is a queue of jobs and the one thread that runs them: the worker's own lane is the thread that calls `run`,
-the process's main thread where the process holds one rank; every attached object has a lane of its own.
+The worker's own lane is the thread that calls `run`, the process's main thread where the process holds one rank; every
+attached object has a lane of its own.
 """
 
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
-from m2flow.comm import Endpoint, decode, encode
+from m2flow.comm import Endpoint, decode
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.worker._cause import failure_of
+from m2flow.worker._lane import Job, Lane, Reporter, wake
 from m2flow.worker._wire import device_from_proto, group_of
 from m2flow.worker.context import WorkerContext
 from m2flow.worker.target import resolve_target
 
-Report = Callable[[pb.SessionResponse], None]
 
-
-@dataclass
-class _Job:
-    call_id: int
-    phase: str
-    run: Callable[[], Any]
-    cancelled: bool = False
-
-
-class _Lane:
-    """A queue of jobs; `run` takes them until `stop`, and reports what came of each."""
-
-    def __init__(
-        self, order: pb.StartWorker, context: WorkerContext, guard: AbstractContextManager[Any], report: Report
-    ) -> None:
-        self._key = (order.group, order.rank)
-        self._context = context
-        self._report = report
-        self._guard = guard
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._pending: dict[int, _Job] = {}
-        self.phase = "idle"
-
-    def submit(self, job: _Job) -> None:
-        self._pending[job.call_id] = job
-        self._jobs.put(job)
-
-    def cancel(self, call_id: int) -> None:
-        if (job := self._pending.get(call_id)) is not None:
-            job.cancelled = True
-
-    def stop(self) -> None:
-        self._jobs.put(None)
-
-    def run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            del self._pending[job.call_id]
-            if not job.cancelled:
-                self.phase = job.phase
-                answer = self._answer(job)
-                self.phase = "idle"
-                self._report(answer)
-
-    def _answer(self, job: _Job) -> pb.SessionResponse:
-        context = self._context
-        context.take_timers()
-        start = time.perf_counter()
-        try:
-            with self._guard:
-                value = job.run()
-            seconds = time.perf_counter() - start
-            encoded = encode(value).to_bytes()
-        except BaseException as failure:
-            return failure_of(failure, *self._key, job.phase, job.call_id)
-        response = pb.SessionResponse(id=job.call_id)
-        response.results.results.add(
-            value=encoded, seconds=seconds, timers=context.take_timers(), call_id=job.call_id, rank=context.rank
-        )
-        return response
+def deliver(request: pb.SessionRequest, hosts: "Iterable[RankHost]") -> None:
+    """Queues a call or an attachment, gives one up, or asks for the end, at ranks of this process. Does not block."""
+    wake(iter([lane for host in hosts for lane in host.take(request)]))
 
 
 class RankHost:
     """One rank of a group, in this process.
 
-    `open_endpoint` makes a presence in the run's fabric, under a name. `report` hears that the rank is up, or why it is
-    not, and then its answers, on the threads that made them. `handle` takes what it is asked.
+    `open_endpoint` makes a presence in the run's fabric, under a name. `reporter` hears that the rank is up, or why it
+    is not, and then its answers, on the threads that made them. `deliver` brings what it is asked.
     """
 
-    def __init__(self, order: pb.StartWorker, open_endpoint: Callable[[str], Endpoint], report: Report) -> None:
+    def __init__(self, order: pb.StartWorker, open_endpoint: Callable[[str], Endpoint], reporter: Reporter) -> None:
         self._order = order
-        self._report = report
+        self._reporter = reporter
         group = group_of(order.group)
         self.context = WorkerContext(
             group=group,
@@ -107,8 +49,8 @@ class RankHost:
             host=order.host,
         )
         self._address = self._be_reached()
-        self._lane = _Lane(order, self.context, self.context.turn, report)
-        self._lanes: dict[str, _Lane] = {"": self._lane}
+        self._lane = Lane(order.group, self.context, self.context.turn, reporter)
+        self._lanes = {"": self._lane}
         self._objects: dict[str, Any] = {}
         self._threads: list[threading.Thread] = []
 
@@ -141,11 +83,13 @@ class RankHost:
             lane.stop()
         return True
 
-    def handle(self, request: pb.SessionRequest) -> None:
-        """Queues a call or an attachment, gives one up, or asks for the end. Does not block."""
+    def take(self, request: pb.SessionRequest) -> Iterator[Lane]:
+        """Takes what `deliver` brings; the lanes that are to be woken."""
         kind = request.WhichOneof("kind")
         if kind == "call":
-            self._call(request.id, request.call)
+            lane = self._lanes[request.call.attached]
+            if lane.submit(self._call(request.id, request.call)):
+                yield lane
         elif kind == "attach":
             self._attach(request.id, request.attach)
         elif kind == "cancel":
@@ -167,29 +111,31 @@ class RankHost:
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
 
+    def _report(self, response: pb.SessionResponse) -> None:
+        self._reporter.hold(response)
+        self._reporter.send()
+
     def _be_reached(self) -> str:
         """Listens to other machines, where the run has any, and learns where they are."""
         for name, address in self._order.peers.items():
             self.context.endpoint.add_address(name, address)
         return self.context.endpoint.listen(f"{self._order.host}:0") if self._order.host else ""
 
-    def _call(self, call_id: int, call: pb.Call) -> None:
-        phase = f"{call.attached}.{call.method}" if call.attached else call.method
-
+    def _call(self, call_id: int, call: pb.Call) -> Job:
         def run() -> Any:
             return getattr(self._objects[call.attached], call.method)(*decode(call.arguments))
 
-        self._lanes[call.attached].submit(_Job(call_id, phase, run))
+        return Job(call_id, f"{call.attached}.{call.method}" if call.attached else call.method, run)
 
     def _attach(self, call_id: int, attach: pb.Attach) -> None:
-        lane = self._lanes[attach.name] = _Lane(self._order, self.context, nullcontext(), self._report)
+        lane = self._lanes[attach.name] = Lane(self._order.group, self.context, nullcontext(), self._reporter)
 
         def run() -> None:
             build = resolve_target(attach.target)
             self._objects[attach.name] = build(self._objects[""], self.context, *decode(attach.arguments))
 
         name = f"{self.context.group}.{self.context.rank}:{attach.name}"
+        lane.submit(Job(call_id, f"{attach.name}.start", run))
         thread = threading.Thread(target=lane.run, name=name, daemon=True)
         thread.start()
         self._threads.append(thread)
-        lane.submit(_Job(call_id, f"{attach.name}.start", run))

@@ -39,7 +39,6 @@ class _Rank:
     """What the agent knows of a rank."""
 
     def __init__(self) -> None:
-        self.pid = 0
         self.stopping = False
         self.gone = False
         self.failed = False
@@ -98,9 +97,6 @@ class NodeAgent:
         elif kind == "failure" and not event.id:
             self._fail((event.failure.group, event.failure.rank), event)
         else:
-            if kind == "started":
-                with self._mutex:
-                    self._known[event.started.group, event.started.rank].pid = event.started.pid
             self._emit(event)
 
     def _fail(self, key: RankKey, event: pb.SessionResponse) -> None:
@@ -125,9 +121,9 @@ class NodeAgent:
         if rank.stopping:
             self._emit(event)
         elif not rank.failed:
-            # `Stopped` answers a stop; what nobody asked for is a failure.
+            # `Stopped` answers a stop; what nobody asked for is a failure. The driver knows the process and its phase.
             cause = exit_in_words(event.stopped.exit_code)
-            self._emit(failure_report(*key, pid=rank.pid, phase="", cause=cause))
+            self._emit(failure_report(*key, pid=0, phase="", cause=cause))
 
 
 def addressees(request: pb.SessionRequest) -> list[RankKey]:

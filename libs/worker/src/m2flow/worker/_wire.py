@@ -50,6 +50,17 @@ def device_from_proto(message: pb.Device) -> Device:
     )
 
 
+def merged(responses: Iterable[pb.SessionResponse]) -> list[pb.SessionResponse]:
+    """The same in the same order; results that follow each other become one message."""
+    told: list[pb.SessionResponse] = []
+    for response in responses:
+        if told and response.HasField("results") and told[-1].HasField("results"):
+            told[-1].results.results.extend(response.results.results)
+        else:
+            told.append(response)
+    return told
+
+
 def failure_from_proto(report: pb.FailureReport, last_log_lines: Iterable[str]) -> WorkerFailed:
     """The error of a report."""
     return WorkerFailed(

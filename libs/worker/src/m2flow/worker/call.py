@@ -5,11 +5,11 @@ import statistics
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from m2flow.comm import decode
+from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.worker.errors import CallCancelled, CallTimeout
 
 Reduce = Literal["mean", "max", "min", "sum"]
@@ -22,15 +22,6 @@ _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
 }
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one rank answered: the encoded value, its seconds on the rank, and the rank's own timers in seconds."""
-
-    value: bytes
-    seconds: float
-    timers: dict[str, float] = field(default_factory=dict)
-
-
 class CallHandle:
     """A call under way. It holds no thread; every wait can be interrupted."""
 
@@ -38,7 +29,7 @@ class CallHandle:
         self.name = name
         self.ranks = ranks
         self._cancel = cancel
-        self._outcomes: dict[int, Outcome] = {}
+        self._results: dict[int, pb.CallResult] = {}
         self._values: list[Any] | None = None
         self._future: Future[None] = Future()
         self._mutex = threading.Lock()
@@ -55,7 +46,7 @@ class CallHandle:
         except TimeoutError as late:
             if self._future.done():
                 raise
-            missing = [rank for rank in self.ranks if rank not in self._outcomes]
+            missing = [rank for rank in self.ranks if rank not in self._results]
             raise CallTimeout(f"{self.name}: waited {timeout_s} s for ranks {missing} of {len(self.ranks)}") from late
 
     def result(self, timeout_s: float | None = None) -> list[Any]:
@@ -63,7 +54,7 @@ class CallHandle:
         self.wait(timeout_s)
         if self._values is None:
             # Here, not where answers are heard: that thread serves everybody.
-            self._values = [decode(self._outcomes[rank].value) for rank in self.ranks]
+            self._values = [decode(self._results[rank].value) for rank in self.ranks]
         return self._values
 
     def done(self) -> bool:
@@ -73,14 +64,14 @@ class CallHandle:
     def seconds(self, reduce: Reduce = "max") -> float:
         """The seconds that the ranks spent in the method, reduced over ranks. Blocks and raises as `wait` does."""
         self.wait()
-        return _REDUCTIONS[reduce]([self._outcomes[rank].seconds for rank in self.ranks])
+        return _REDUCTIONS[reduce]([self._results[rank].seconds for rank in self.ranks])
 
     def timers(self, reduce: Reduce = "max") -> dict[str, float]:
         """Each timer of `WorkerContext.timer` in seconds, reduced over the ranks that had it. Blocks as `wait` does."""
         self.wait()
-        outcomes = [self._outcomes[rank].timers for rank in self.ranks]
-        names = dict.fromkeys(name for timers in outcomes for name in timers)
-        return {name: _REDUCTIONS[reduce]([timers[name] for timers in outcomes if name in timers]) for name in names}
+        by_rank = [self._results[rank].timers for rank in self.ranks]
+        names = dict.fromkeys(name for timers in by_rank for name in timers)
+        return {name: _REDUCTIONS[reduce]([timers[name] for timers in by_rank if name in timers]) for name in names}
 
     def cancel(self) -> None:
         """Gives the call up: ranks that have not begun will not, and `result` raises CallCancelled. Does not block."""
@@ -99,11 +90,11 @@ class CallHandle:
         yield from ended.__await__()
         return self.result()
 
-    def answer(self, rank: int, outcome: Outcome) -> bool:
+    def answer(self, result: pb.CallResult) -> bool:
         """A rank's answer, from the session; whether it was the last."""
         with self._mutex:
-            self._outcomes[rank] = outcome
-            if self._ended or len(self._outcomes) < len(self.ranks):
+            self._results[result.rank] = result
+            if self._ended or len(self._results) < len(self.ranks):
                 return False
             self._ended = True
         self._future.set_result(None)

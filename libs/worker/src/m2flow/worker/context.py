@@ -12,6 +12,13 @@ from m2flow.comm import Endpoint
 from m2flow.worker.device import Device
 
 
+class _Timers(threading.local):
+    """The timers of each thread."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+
 @dataclass
 class WorkerContext:
     """Set on a worker before `setup()`.
@@ -33,7 +40,7 @@ class WorkerContext:
     host: str = ""
     attempt: int = 0
     turn: threading.RLock = field(default_factory=threading.RLock)
-    _timers: threading.local = field(default_factory=threading.local)
+    _timers: _Timers = field(default_factory=_Timers)
 
     @property
     def device_ids(self) -> tuple[int, ...]:
@@ -58,17 +65,10 @@ class WorkerContext:
         try:
             yield
         finally:
-            timers = self._of_this_thread()
+            timers = self._timers.seconds
             timers[name] = timers.get(name, 0.0) + time.perf_counter() - start
 
     def take_timers(self) -> dict[str, float]:
         """The timers of this thread since they were last taken, in seconds."""
-        timers = dict(self._of_this_thread())
-        self._of_this_thread().clear()
+        timers, self._timers.seconds = self._timers.seconds, {}
         return timers
-
-    def _of_this_thread(self) -> dict[str, float]:
-        if not hasattr(self._timers, "seconds"):
-            self._timers.seconds = {}
-        seconds: dict[str, float] = self._timers.seconds
-        return seconds

@@ -135,7 +135,7 @@ def _connect(cluster: Cluster, launcher: str, joined: Mapping[str, AgentAddress]
         if started:
             links.update(resolve_target(LAUNCHERS[launcher])(started, wiring))
     except BaseException:
-        for link in links.values():
+        for link in dict.fromkeys(links.values()):
             link.close()
         raise
     return links

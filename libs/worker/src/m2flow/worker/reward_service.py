@@ -1,8 +1,11 @@
 """Rewards over gRPC: serves a reward function to programs in any language, and calls such a service.
 
-The messages are `algos/v1`: a `Trajectory` in, a `Score` out, in order; a score with an `error` is none.
+The messages are `algos/v1`: a `Trajectory` in, a `Score` out, in order; a score with an `error` is none. Every call
+brings the service's token as the metadata `m2flow-token`.
 """
 
+import hmac
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,18 +19,22 @@ from m2flow.proto.algos.v1 import algos_pb2_grpc
 from m2flow.worker.errors import LaunchError, RewardFailed
 from m2flow.worker.reward import SCORE_ZERO, FailurePolicy, Reward, Rewarder, RewardPool
 
+_TOKEN_KEY = "m2flow-token"
 _FIELDS = ("id", "prompt", "completion", "data_source", "ground_truth", "extra_info")
+_log = logging.getLogger(__name__)
 
 
 class RewardServer(algos_pb2_grpc.RewardServiceServicer):
     """Serves a rewarder at an address such as "127.0.0.1:0", until `close`.
 
-    The rewarder's policy must be "skip": whoever calls decides what becomes of a failure. Items reach its function as
-    the trajectory's fields, strings all. Raises LaunchError where the address is taken.
+    A call without `token`, of printable ASCII, is refused and logged. The rewarder's policy must be "skip": whoever
+    calls decides what becomes of a failure. Items reach its function as the trajectory's fields, strings all. Raises
+    LaunchError where the address is taken.
     """
 
-    def __init__(self, rewarder: Rewarder, address: str, *, max_batches: int = 8) -> None:
+    def __init__(self, rewarder: Rewarder, address: str, *, token: str, max_batches: int = 8) -> None:
         self._rewarder = rewarder
+        self._token = token.encode()
         self._server = grpc.server(ThreadPoolExecutor(max_batches))
         algos_pb2_grpc.add_RewardServiceServicer_to_server(self, self._server)
         try:
@@ -39,6 +46,10 @@ class RewardServer(algos_pb2_grpc.RewardServiceServicer):
 
     def Score(self, request: pb.ScoreRequest, context: grpc.ServicerContext) -> pb.ScoreResponse:
         """Scores a batch; the method of the service."""
+        brought = str(dict(context.invocation_metadata()).get(_TOKEN_KEY, ""))
+        if not hmac.compare_digest(brought.encode(), self._token):
+            _log.warning("refused a call of %s: its token is not this service's", context.peer())
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, f"got no token of this service as {_TOKEN_KEY!r}: send it")
         items = [{name: getattr(one, name) for name in _FIELDS} for one in request.trajectories]
         rewards = self._rewarder.score(items, timeout_s=request.timeout_s or None)
         return pb.ScoreResponse(
@@ -57,10 +68,10 @@ class RewardServer(algos_pb2_grpc.RewardServiceServicer):
         self._server.wait_for_termination()
 
 
-def serve(target: str, address: str, num_processes: int) -> None:
+def serve(target: str, address: str, token: str, num_processes: int) -> None:
     """Serves a function in a pool of processes until this process is interrupted. Blocks."""
     with RewardPool(target, num_processes=num_processes, policy=FailurePolicy("skip")) as pool:
-        server = RewardServer(pool, address)
+        server = RewardServer(pool, address, token=token)
         print(f"{target} is served at {server.address}", flush=True)
         try:
             server.wait()
@@ -69,10 +80,13 @@ def serve(target: str, address: str, num_processes: int) -> None:
 
 
 class RewardClient:
-    """A rewarder that asks a service, which has `timeout_s` for a whole batch."""
+    """A rewarder that asks a service, whose token it knows and which has `timeout_s` for a whole batch."""
 
-    def __init__(self, address: str, *, timeout_s: float = 60.0, policy: FailurePolicy = SCORE_ZERO) -> None:
+    def __init__(
+        self, address: str, *, token: str, timeout_s: float = 60.0, policy: FailurePolicy = SCORE_ZERO
+    ) -> None:
         self._address = address
+        self._metadata = ((_TOKEN_KEY, token),)
         self._timeout_s = timeout_s
         self._policy = policy
         self._counts: Counter[str] = Counter()
@@ -85,14 +99,14 @@ class RewardClient:
         Each item has the service's own time, or `timeout_s` where that is less.
 
         Raises RewardFailed where the policy is "stop" and an item failed, or, under any policy, where the service does
-        not answer within `timeout_s`.
+        not answer within `timeout_s`, or refuses the token.
         """
         trajectories = [
             pb.Trajectory(**{name: str(fields[name]) for name in _FIELDS if name in fields}) for fields in items
         ]
         request = pb.ScoreRequest(trajectories=trajectories, timeout_s=timeout_s or 0.0)
         try:
-            response = self._stub.Score(request, timeout=self._timeout_s, wait_for_ready=True)
+            response = self._stub.Score(request, timeout=self._timeout_s, wait_for_ready=True, metadata=self._metadata)
         except grpc.RpcError as failure:
             raise RewardFailed(
                 f"reward service at {self._address}: no answer within {self._timeout_s} s "

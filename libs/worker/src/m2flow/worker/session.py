@@ -22,7 +22,7 @@ from m2flow.worker._known import KnownRank
 from m2flow.worker._meeting import MeetingServer
 from m2flow.worker._verdict import Verdict
 from m2flow.worker._wire import device_to_proto, failure_from_proto, failure_report, group_key, group_of
-from m2flow.worker.call import CallHandle, Outcome
+from m2flow.worker.call import CallHandle
 from m2flow.worker.cluster import Cluster
 from m2flow.worker.device import Device
 from m2flow.worker.errors import CallTimeout, LaunchError, PlacementError, SessionClosedError, WorkerFailed
@@ -86,8 +86,7 @@ class Session:
         try:
             self._addresses = AddressBook(endpoint, [link.host for link in self._links.values()])
         except BaseException:
-            for link in self._links.values():
-                link.close()
+            self._close_links()
             raise
 
     @property
@@ -127,17 +126,13 @@ class Session:
         they keep nothing. To be called when nothing is asked of the groups. Raises PlacementError where nothing has
         happened yet; LaunchError or WorkerFailed, as `start_all` does, where the groups are lost.
         """
-        placed = [self._placed_again(group, placement) for group, placement in moves]
+        placed = [self._placed(group.spec, placement) for group, placement in moves]
         retiring = [group for group, _ in moves]
         estates = [group.attach("estate", GIVER, next(self._ids)) for group in retiring]
-        sources = [handle.result() for handle in [estate.give() for estate in estates]]
-        for group, names in zip(retiring, sources, strict=True):
-            for rank in group.ranks:
-                self.residency.release(f"{group.name}.{rank}")
-            with self._mutex:
-                del self.groups[group.name]
-            if not any(names):
-                self.stop(group)
+        offers = [handle.result() for handle in [estate.give() for estate in estates]]
+        for group, offered in zip(retiring, offers, strict=True):
+            self._retire(group, offered)
+        sources = [[name for name, _ in offered] for offered in offers]
         starts = [
             self._begin(group.spec, placement, group_key(group.name, next(self._ids)))
             for group, placement in zip(retiring, placed, strict=True)
@@ -150,6 +145,8 @@ class Session:
         for handle in [estates[n].leave() for n in keeping]:
             handle.wait()
         for number in keeping:
+            for name in sources[number]:
+                self._addresses.forget(name)
             self.stop(retiring[number])
         return heirs
 
@@ -181,11 +178,14 @@ class Session:
             self._closed = True
         self.watchdog.end()
         self._leave(list(self._ranks), grace_s)
-        for link in self._links.values():
-            link.close()
+        self._close_links()
         self._fail_handles(self._failure or SessionClosedError("session: closed while calls were under way"))
         self.endpoint.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _close_links(self) -> None:
+        for link in dict.fromkeys(self._links.values()):  # Several nodes may share one.
+            link.close()
 
     def __enter__(self) -> "Session":
         return self
@@ -248,14 +248,16 @@ class Session:
                 )
         return placement
 
-    def _placed_again(self, group: WorkerGroup, placement: Placement | str) -> Placement:
-        placed = self._placed(group.spec, placement)
-        hosts = {self._links[self.cluster.devices[number].node].host for number in placed.device_ids}
-        if len(hosts | {self._ranks[group.key, rank].link.host for rank in group.ranks}) > 1:
-            raise PlacementError(
-                f"group {group.name}: a group is re-placed within one machine, not from one to another"
-            )
-        return placed
+    def _retire(self, group: WorkerGroup, offers: Sequence[tuple[str, str]]) -> None:
+        """Makes room for the group that follows; `offers` are what its ranks' `Giver.give` returned, in rank order."""
+        with self._mutex:
+            del self.groups[group.name]
+            for rank, (name, address) in zip(group.ranks, offers, strict=True):
+                self.residency.release(f"{group.name}.{rank}")
+                if address:
+                    self._addresses.enter(name, self._ranks[group.key, rank].link.host, address)
+        if not any(name for name, _ in offers):
+            self.stop(group)
 
     def _await_start(self, handles: Sequence[CallHandle], timeout_s: float | None) -> None:
         end = time.monotonic() + (self._start_timeout_s if timeout_s is None else timeout_s)
@@ -321,11 +323,12 @@ class Session:
 
     def _send(self, request: pb.SessionRequest, group: str, ranks: Sequence[int]) -> None:
         by_link: dict[Link, list[int]] = {}
+        now_s = time.monotonic()
         with self._mutex:
             self._group(group)  # It may have been stopped since it was called.
             for rank in ranks:
                 known = self._ranks[group, rank]
-                known.ask(request)
+                known.ask(request, now_s)
                 if not known.restarting:
                     by_link.setdefault(known.link, []).append(rank)
         for link, its_ranks in by_link.items():
@@ -353,8 +356,7 @@ class Session:
         kind = response.WhichOneof("kind")
         self.watchdog.stir()
         if kind == "results":
-            for result in response.results.results:
-                self._on_result(result)
+            self._on_results(response.results.results)
         elif kind == "started":
             self._on_started((response.started.group, response.started.rank), response.started)
         elif kind == "log":
@@ -364,18 +366,22 @@ class Session:
         elif kind == "stopped":
             self._on_stopped((response.stopped.group, response.stopped.rank))
 
-    def _on_result(self, result: pb.CallResult) -> None:
+    def _on_results(self, results: Sequence[pb.CallResult]) -> None:
         with self._mutex:
-            group, handle = self._handles.get(result.call_id, ("", None))
-            if handle is None:
-                return  # It was given up, or the run has failed.
-            known = self._ranks.get((group, result.rank))
-            if known is not None:  # Its group may have been stopped since.
-                known.answered(result.call_id)
-                known.num_failures = 0
-        if handle.answer(result.rank, Outcome(result.value, result.seconds, dict(result.timers))):
-            with self._mutex:
-                self._handles.pop(result.call_id, None)
+            heard = [(handle, result) for result in results if (handle := self._noted(result)) is not None]
+        for handle, result in heard:
+            if handle.answer(result):
+                with self._mutex:
+                    self._handles.pop(result.call_id, None)
+
+    def _noted(self, result: pb.CallResult) -> CallHandle | None:
+        """Whose answer it is; None where the call was given up, or the run has failed."""
+        group, handle = self._handles.get(result.call_id, ("", None))
+        known = self._ranks.get((group, result.rank))
+        if known is not None:  # Its group may have been stopped since.
+            known.answered(result.call_id)
+            known.num_failures = 0
+        return handle
 
     def _on_started(self, key: RankKey, started: pb.Started) -> None:
         with self._mutex:
@@ -391,7 +397,7 @@ class Session:
                 for request in known.to_repeat():
                     known.link.send(_for_ranks(request, [key[1]]))
         if handle is not None:
-            handle.answer(key[1], Outcome(b"", 0.0))
+            handle.answer(pb.CallResult(rank=key[1]))
 
     def _introduce(self, key: RankKey, known: KnownRank, address: str) -> None:
         """Tells a rank where those on other machines are, and those where it is."""
@@ -400,8 +406,10 @@ class Session:
         there = pb.Peers(group=key[0], ranks=[key[1]], addresses=self._addresses.elsewhere(host))
         known.link.send(pb.SessionRequest(peers=there))
         for other, its in self._ranks.items():
-            if its.pid and its.link.host != host:
-                here = pb.Peers(group=other[0], ranks=[other[1]], addresses={name: address})
+            if its.pid and other != key:
+                # Where there was one of its name before it, on another machine, that address goes.
+                reached = {name: address if its.link.host != host else ""}
+                here = pb.Peers(group=other[0], ranks=[other[1]], addresses=reached)
                 its.link.send(pb.SessionRequest(peers=here))
 
     def _on_stopped(self, key: RankKey) -> None:
@@ -433,7 +441,7 @@ class Session:
                 return  # Word of an end that is known, or was asked for.
             if known is not None and not report.phase:
                 report.phase = known.phase()
-                report.pid = report.pid or known.pid
+                report.pid = known.pid
             if known is None or not known.may_restart(self._max_restarts):
                 self._verdict.hear(report)
                 return

@@ -2,8 +2,7 @@
 
 import sys
 
-from m2flow.apps.cli import run_command
-from m2flow.apps.testing.toy import TOY
+from m2flow.apps.entry import run_app
 
 if __name__ == "__main__":
-    sys.exit(run_command(TOY))
+    sys.exit(run_app("m2flow.apps.testing.toy:TOY"))

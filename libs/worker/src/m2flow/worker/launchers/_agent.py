@@ -1,6 +1,7 @@
 """The agent process of one machine: it serves the driver's session and starts workers through its zygote."""
 
 import hmac
+import logging
 import os
 import queue
 import signal
@@ -14,7 +15,7 @@ import grpc
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.proto.worker.v1 import worker_pb2_grpc
 from m2flow.worker._node import Emit, NodeAgent, RankKey, Ranks
-from m2flow.worker._wire import PROTOCOL_VERSION, failure_report
+from m2flow.worker._wire import PROTOCOL_VERSION, failure_report, merged
 from m2flow.worker.launchers._boot import Boot
 from m2flow.worker.launchers._control import ControlServer
 from m2flow.worker.launchers._frames import FrameReader, send_frame
@@ -22,6 +23,7 @@ from m2flow.worker.launchers._link import GRPC_OPTIONS, session_address
 
 # For the stream's last words: the driver waits for them.
 _GOODBYE_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 class ProcessRanks:
@@ -94,7 +96,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         reader = threading.Thread(target=_read, args=(request_iterator, node, outbox), name="session", daemon=True)
         reader.start()
         try:
-            yield from _merged(outbox)
+            yield from _told(outbox)
         finally:
             node.close()
             self.ended.set()
@@ -102,6 +104,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def _greet(self, first: pb.SessionRequest | None, context: grpc.ServicerContext) -> None:
         hello = first.hello if first is not None else pb.SessionHello()
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            _log.warning("refused a session of %s: its token is not this agent's", context.peer())
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "session: got another token than this agent's")
         if hello.version != PROTOCOL_VERSION:
             context.abort(
@@ -145,17 +148,12 @@ def _read(
         outbox.put(None)
 
 
-def _merged(outbox: "queue.SimpleQueue[pb.SessionResponse | None]") -> Iterator[pb.SessionResponse]:
-    """What is to be sent, in order; results that wait together become one message."""
+def _told(outbox: "queue.SimpleQueue[pb.SessionResponse | None]") -> Iterator[pb.SessionResponse]:
+    """What is to be sent until None, in order."""
     while (response := outbox.get()) is not None:
-        while response.WhichOneof("kind") == "results" and not outbox.empty():
-            following = outbox.get()
-            if following is None:
-                yield response
-                return
-            if following.WhichOneof("kind") == "results":
-                response.results.results.extend(following.results.results)
-            else:
-                yield response
-                response = following
-        yield response
+        waiting: list[pb.SessionResponse | None] = [response]
+        while waiting[-1] is not None and not outbox.empty():
+            waiting.append(outbox.get())
+        yield from merged(one for one in waiting if one is not None)
+        if waiting[-1] is None:
+            return

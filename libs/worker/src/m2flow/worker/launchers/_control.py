@@ -17,6 +17,7 @@ from pathlib import Path
 
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.worker._node import RankKey
+from m2flow.worker._wire import merged
 from m2flow.worker.launchers._frames import FrameReader, framed
 
 _CHUNK = 1 << 16
@@ -148,15 +149,19 @@ class ControlClient:
         self._sock.connect(path)
         self._token = token
         self._mutex = threading.Lock()
-        self._outbox: deque[bytes] = deque()
+        self._outbox: deque[pb.SessionResponse] = deque()
 
     def enter(self, group: str, rank: int) -> None:
         """Says that a rank is here: what it is asked comes from now on."""
-        self.report(pb.SessionResponse(hello=pb.SessionHello(token=self._token, name=f"{group}.{rank}")))
+        self.hold(pb.SessionResponse(hello=pb.SessionHello(token=self._token, name=f"{group}.{rank}")))
+        self.send()
 
-    def report(self, response: pb.SessionResponse) -> None:
-        """Says something, after what was said before. Whoever finds others waiting to be heard sends theirs as well."""
-        self._outbox.append(framed(response.SerializeToString()))
+    def hold(self, response: pb.SessionResponse) -> None:
+        """Takes what is to be said next."""
+        self._outbox.append(response)
+
+    def send(self) -> None:
+        """Says what is held, in order. Whoever finds that another is at it leaves theirs to that one."""
         while self._outbox and self._mutex.acquire(blocking=False):
             try:
                 self._send()
@@ -170,9 +175,9 @@ class ControlClient:
 
     def _send(self) -> None:
         while self._outbox:
-            said = [self._outbox.popleft() for _ in range(len(self._outbox))]
+            said = merged(self._outbox.popleft() for _ in range(len(self._outbox)))
             with suppress(OSError):  # The driver has gone, and this process ends by another way.
-                self._sock.sendall(b"".join(said))
+                self._sock.sendall(b"".join(framed(one.SerializeToString()) for one in said))
 
     def listen(self, handle: Callable[[pb.SessionRequest], None]) -> None:
         """Starts to hear."""

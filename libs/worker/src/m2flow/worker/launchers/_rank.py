@@ -18,7 +18,7 @@ from pathlib import Path
 
 from m2flow.comm import Endpoint
 from m2flow.proto.worker.v1 import worker_pb2 as pb
-from m2flow.worker._host import RankHost
+from m2flow.worker._host import RankHost, deliver
 from m2flow.worker._node import addressees
 from m2flow.worker.launchers._boot import Boot
 from m2flow.worker.launchers._control import ControlClient
@@ -59,7 +59,7 @@ class _Ranks:
     def run(self, order: pb.StartWorker) -> None:
         """Runs a rank on this thread until it is stopped. Blocks."""
         open_endpoint = partial(Endpoint, self._boot.path, token=order.token or self._boot.token)
-        host = self._hosts[order.rank] = RankHost(order, open_endpoint, self.control.report)
+        host = self._hosts[order.rank] = RankHost(order, open_endpoint, self.control)
         self.control.enter(order.group, order.rank)
         self.failed |= not host.run()
 
@@ -89,9 +89,9 @@ class _Ranks:
         threading.Thread(target=live, name=f"{order.group}.{order.rank}", daemon=True).start()
 
     def _hear(self, request: pb.SessionRequest) -> None:
-        for _, rank in addressees(request):
-            if rank in self._hosts:
-                self._hosts[rank].handle(request)
+        # What comes to the process of one rank is for that rank: a list of all ranks is long to look through.
+        ranks = self._hosts if len(self._hosts) == 1 else [rank for _, rank in addressees(request)]
+        deliver(request, [self._hosts[rank] for rank in ranks if rank in self._hosts])
 
 
 def _name_process(name: str) -> None:

@@ -10,13 +10,23 @@ from pathlib import Path
 
 from m2flow.comm import Endpoint
 from m2flow.proto.worker.v1 import worker_pb2 as pb
-from m2flow.worker._host import RankHost
+from m2flow.worker._host import RankHost, deliver
 from m2flow.worker._node import Emit, NodeAgent, RankKey
 from m2flow.worker.device import Device
 from m2flow.worker.errors import RefusedError
 from m2flow.worker.wiring import Link, Wiring
 
 _CLOSE_S = 2.0
+
+
+class _Direct:
+    """Reports at once, by a call."""
+
+    def __init__(self, emit: Emit) -> None:
+        self.hold = emit
+
+    def send(self) -> None:
+        """Nothing is held."""
 
 
 class ThreadRanks:
@@ -32,17 +42,16 @@ class ThreadRanks:
     def start(self, order: pb.StartWorker) -> None:
         key = (order.group, order.rank)
         open_endpoint = partial(Endpoint, self._directory, token=self._token)
-        host = self._hosts[key] = RankHost(order, open_endpoint, self._emit)
+        host = self._hosts[key] = RankHost(order, open_endpoint, _Direct(self._emit))
         name = f"{order.group}.{order.rank}"
         thread = self._threads[key] = threading.Thread(target=self._run, args=(key, host), name=name, daemon=True)
         thread.start()
 
     def ask(self, keys: Sequence[RankKey], request: pb.SessionRequest) -> None:
-        for key in keys:
-            self._hosts[key].handle(request)
+        deliver(request, [self._hosts[key] for key in keys])
 
     def stop(self, key: RankKey, grace_s: float) -> None:
-        self._hosts[key].handle(pb.SessionRequest(stop=pb.StopWorker(grace_s=grace_s)))
+        self.ask([key], pb.SessionRequest(stop=pb.StopWorker(grace_s=grace_s)))
 
     def kill(self, key: RankKey) -> None:
         raise RefusedError(f"{key[0]}.{key[1]}: inproc ranks are threads, and a thread cannot be killed: use process")

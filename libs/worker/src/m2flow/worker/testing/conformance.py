@@ -8,6 +8,7 @@ The suite needs no test framework: methods named `test_*` assert, `setup_class` 
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -100,9 +101,20 @@ class LauncherConformance:
         handles = [rank.add(1) for _ in range(50)]
         assert [handle.result(30)[0] for handle in handles] == list(range(before + 1, before + 51))
 
+    def test_a_busy_rank_keeps_no_other_from_a_call(self) -> None:
+        """Whether they share a process or not."""
+        before = self.group.on(3).add(0).result(30)[0]
+        busy = self.group.on(0).sleep(1.0)
+        everywhere = self.group.add(1)
+        assert self.group.on(3).add(0).result(30)[0] == before + 1
+        assert not busy.done()
+        everywhere.wait(30)
+
     def test_ten_thousand_calls_under_way(self) -> None:
         """No thread is held by a call."""
+        num_threads = threading.active_count()
         handles = [self.group.on(number % 4).echo(number) for number in range(10_000)]
+        assert threading.active_count() <= num_threads
         assert [handle.result(50)[0] for handle in handles] == list(range(10_000))
 
     def test_seconds_and_timers(self) -> None:

@@ -1,0 +1,24 @@
+"""The way into a command. What is heavy is imported only when Ctrl-C and SIGTERM already end it in order."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from m2flow.apps.interrupts import Terminated, orderly_interrupts
+
+__all__ = ["run_app"]
+
+
+def run_app(app: str, argv: Sequence[str] | None = None) -> int:
+    """Imports an app, named "module:NAME", and runs one of its commands, as `run_command` does. Blocks."""
+    module, _, name = app.partition(":")
+    try:
+        with orderly_interrupts():
+            run_command = import_module("m2flow.apps.cli").run_command
+            return int(run_command(getattr(import_module(module), name), argv))
+    except Terminated:
+        word, code = "terminated", 143
+    except KeyboardInterrupt:
+        word, code = "interrupted", 130
+    print(f"{word}: nothing had started", file=sys.stderr)
+    return code

@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,23 @@ def index(endpoint: Endpoint, producers: str, consumers: str) -> None:
     endpoint.host_channel("q", capacity=1024, producers=producers.split(","), consumers=consumers.split(","))
     over = threading.Event()
     endpoint.handle("over", lambda request: over.set())
+    arrived: list[Future[None]] = []
+
+    def on_start(request: Any) -> Future[None]:
+        arrived.append(Future())
+        if len(arrived) == len(producers.split(",")):
+            for future in arrived:
+                future.set_result(None)
+        return arrived[-1]
+
+    endpoint.handle("start", on_start)
     assert over.wait(120)
 
 
 def producer(endpoint: Endpoint, count: str, batch: str, pause_s: str) -> float:
     channel = endpoint.channel("q", host="index")
+    # Together: a process that still imports takes processor time from those that run.
+    endpoint.request("index", "start", "", None, timeout_s=60)
     started = time.monotonic()
     for start in range(0, int(count), int(batch)):
         items = [{"t": time.monotonic_ns(), "i": start + at, "b": BODY} for at in range(int(batch))]

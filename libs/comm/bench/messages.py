@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -36,16 +37,16 @@ def index(endpoint: Endpoint, producers: str, consumers: str) -> None:
     endpoint.host_channel("q", capacity=1024, producers=producers.split(","), consumers=consumers.split(","))
     over = threading.Event()
     endpoint.handle("over", lambda request: over.set())
-    arrived: list[Future[None]] = []
+    arrived: Queue[Future[None]] = Queue()
 
     def on_start(request: Any) -> Future[None]:
-        arrived.append(Future())
-        if len(arrived) == len(producers.split(",")):
-            for future in arrived:
-                future.set_result(None)
-        return arrived[-1]
+        future: Future[None] = Future()
+        arrived.put(future)
+        return future
 
     endpoint.handle("start", on_start)
+    for future in [arrived.get(timeout=60) for _ in producers.split(",")]:
+        future.set_result(None)
     assert over.wait(120)
 
 

@@ -118,6 +118,7 @@ def measure() -> Iterator[dict[str, Any]]:
     # Each size in three rounds, as the machine's own memory bandwidth changes from one second to the next.
     rounds = [{size: through_channel(size, _count(size))[0] for size in SIZES} for _ in range(3)]
     _times.update({size: statistics.median([found[size] for found in rounds]) for size in SIZES})
+    print({f"{size >> 10} KiB": f"{1e6 * found_s:.0f} us" for size, found_s in _times.items()}, file=sys.stderr)
     latency, slope = line_through(_times)
     residual = max(abs(latency + slope * size - found_s) / found_s for size, found_s in _times.items())
     yield row("cost with size, worst residual of the line", residual, "of the time", target=0.2, at_least=False)

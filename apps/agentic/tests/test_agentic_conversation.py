@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from m2flow.agentic.agent import AgentWorker
 from m2flow.agentic.recipe import calls_tool
 from m2flow.apps.grading import grade
 from m2flow.apps.policy_loss import PolicyLoss, PolicyLossConfig, graded_samples
 from m2flow.worker import Item
+from m2flow.worker.engines.trainer._packing import pack
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(60)]
 
@@ -22,7 +24,9 @@ def converse(agent, rollout, tools, inbox, problems) -> list[Item]:
 
 
 def problems(*numbers: tuple[int, int, int]) -> list[Item]:
-    fields = [{"prompt": f"({a}+{b})*{c}", "answer": str((a + b) * c)} for a, b, c in numbers]
+    fields = [
+        {"prompt": f"({a}+{b})*{c}", "answer": str((a + b) * c), "data": {"numbers": [a, b, c]}} for a, b, c in numbers
+    ]
     return [Item((place,), 1, entry) for place, entry in enumerate(fields)]
 
 
@@ -81,3 +85,31 @@ def test_what_is_counted(agent, rollout, tools, scripted, waiting) -> None:
     }
     assert too_often.fields["counts"]["agent/answers"] == 0
     assert set(too_often.fields["counts"]) == set(right.fields["counts"])
+
+
+def test_a_worked_example_is_the_conversation_that_solves_its_problem(agent, rollout, tools, scripted, waiting) -> None:
+    teller = AgentWorker({**agent.config, "with_examples": True})
+    teller.context = agent.context
+    teller.setup()
+    solved = converse(teller, rollout, tools(), waiting, problems((3, 5, 4)))[0].fields
+    assert solved["reward"] == 1.0
+    assert solved["example_ids"].tolist() == solved["completion_ids"].tolist()
+    assert solved["example_mask"].tolist() == solved["loss_mask"].tolist()
+
+
+def test_worked_examples_and_question_are_computed_once_for_each_microbatch(
+    agent, rollout, tools, scripted, waiting
+) -> None:
+    ended = converse(agent, rollout, tools(), waiting, problems((3, 5, 4), (2, 4, 3)))
+    samples = [
+        graded.sample
+        for n in (0, 3)
+        for graded in graded_samples(grade(Item((n,), 1, members=tuple(ended[n : n + 3]))))
+    ]
+    (microbatch,) = pack(samples, 10_000)
+    sequences = [(*sample.prompt_ids, *sample.completion_ids[:-1]) for sample in samples]
+    assert len(microbatch.trie) == len(
+        {sequence[:end] for sequence in sequences for end in range(1, 1 + len(sequence))}
+    )
+    shown = len(agent._preamble_ids)
+    assert len(microbatch.trie) < shown + 2 * 60 < len(samples) * shown

@@ -12,6 +12,7 @@ import torch
 from m2flow.apps.actor import ActorWorker
 from m2flow.apps.evaluation import Evaluation
 from m2flow.apps.grading import grade, grade_dr_grpo
+from m2flow.apps.imitation import worked_example
 from m2flow.apps.outcome import measure
 from m2flow.apps.reward import RewardWorker
 from m2flow.apps.rollout import RolloutWorker
@@ -208,6 +209,42 @@ def test_groups_of_equal_rewards_teach_nothing_and_are_counted(model: Path) -> N
     assert [receipt.fields["worked_tokens"] for receipt in receipts] == [0] * 4
     assert metrics["actor/grad_norm"] == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in learner.named_weights().items())
+
+
+EXAMPLE = {"example_ids": np.array([5, 6, 7, 8], dtype=np.int32), "example_mask": np.array([1, 0, 1, 1], dtype=bool)}
+
+
+def with_examples(groups: list[Item]) -> list[Item]:
+    return [
+        replace(group, members=tuple(member.with_fields(**EXAMPLE) for member in group.members)) for group in groups
+    ]
+
+
+def test_the_supervised_stage_makes_examples_likelier_and_ends_by_sampled_success(model: Path, tmp_path: Path) -> None:
+    samples = list(rollout(model).generate(prompts()))
+    failed, well = (with_examples(graded(samples, lambda sample, won=won: won)) for won in (0.0, 1.0))
+    learner = actor(model, imitate_until=0.5, imitate_max_steps=9)
+    first = learner._engine.logprobs([worked_example(group) for group in failed])
+    outcomes = [measure(learner.train(failed)) for _ in range(3)]
+    learner.save_checkpoint(str(tmp_path))
+    resumed = actor(model, imitate_until=0.5, imitate_max_steps=9, resume=str(tmp_path))
+    outcomes.append(measure(resumed.train(well)))  # the step that finds out that it was enough is the last
+    after = measure(resumed.train(graded(samples, odd)))
+    losses = [outcome.metrics["supervised/nll"] for outcome in outcomes]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] == pytest.approx(-np.stack(first)[:, EXAMPLE["example_mask"]].mean(), abs=1e-4)
+    assert [outcome.metrics["supervised/success"] for outcome in outcomes] == [0, 0, 0, 1]
+    assert not any(outcome.warning for outcome in outcomes)
+    assert "supervised/nll" not in after.metrics
+    assert after.metrics["actor/grad_norm"] > 0
+
+
+def test_a_supervised_stage_that_does_not_succeed_fails_the_run(model: Path) -> None:
+    learner = actor(model, imitate_until=0.5, imitate_max_steps=2)
+    groups = with_examples(graded(list(rollout(model).generate(prompts())), lambda sample: 0.0))
+    learner.train(groups)
+    with pytest.raises(ValueError, match=r"got a sampled success of 0.000 after 2 steps, want 0.5: .*supervised.until"):
+        learner.train(groups)
 
 
 def test_a_checkpoint_goes_on_to_the_bit(model: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """stable-baselines3's PPO on the same task, until it succeeds or its steps are spent; prints a JSON line an evaluation.
 
-    python _sb3_side.py SEED MAX_STEPS plain|ours [unwatched]
+    python _sb3_side.py SEED MAX_STEPS plain|ours NUM_ENVS [unwatched]
 
 `plain` has its default settings and sees the dictionary of the task; `ours` sees what m2flow's policy sees and has the
 recipe's settings. `unwatched` takes all the steps and evaluates nothing.
@@ -17,7 +17,6 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 TASK = "FetchReachDense-v4"
-NUM_ENVS = 8
 NUM_EPISODES = 32
 EVERY = 3200
 TARGET = 0.95
@@ -54,11 +53,11 @@ def success(model: PPO, env: gymnasium.Env) -> float:
 
 
 def main() -> None:
-    seed, max_steps, ours = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "ours"
+    seed, max_steps, ours, num_envs = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "ours", int(sys.argv[4])
     gymnasium.register_envs(gymnasium_robotics)
     torch.set_num_threads(1)
-    envs = DummyVecEnv([lambda: make(ours)] * NUM_ENVS)
-    settings = {"n_steps": 400, "seed": seed, "device": "cpu"}
+    envs = DummyVecEnv([lambda: make(ours)] * num_envs)
+    settings = {"n_steps": 3200 // num_envs, "seed": seed, "device": "cpu"}
     policy = "MultiInputPolicy"
     if ours:
         policy = "MlpPolicy"

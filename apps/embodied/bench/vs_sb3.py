@@ -1,10 +1,11 @@
-"""CPU seconds to a success of 0.95 on FetchReach (dense), beside stable-baselines3's PPO, eight environments each.
+"""CPU seconds to a success of 0.95 on FetchReach (dense), beside stable-baselines3's PPO, and steps per CPU second.
 
     python apps/embodied/bench/vs_sb3.py [--json FILE] [--seeds N]
 
-Each side is a command, counted from its start to its end with all its processes: imports, environments, training, and
-evaluations of 32 episodes before, and after every 3,200 steps, the last of which says that the target is reached.
-Samples per CPU second are those of a longer run beyond a shorter one, so that what a start costs is no part of it.
+Each side is a command, counted from its start to its end with all its processes: imports, eight environments, training,
+and evaluations of 32 episodes before, and after every 3,200 steps, the last of which says that the target is reached.
+Samples per CPU second, with sixteen environments, are those of a longer run beyond a shorter one, so that what a start
+costs is no part of them.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from statistics import mean
 SB3_SIDE = Path(__file__).with_name("_sb3_side.py")
 MAX_STEPS = 64_000
 TARGET = 0.95
+NUM_ENVS, NUM_ENVS_FOR_RATE = 8, 16
 COMMAND = "nox -s bench -- embodied"
 
 
@@ -44,12 +46,10 @@ def ran(command: list[str], log: Path) -> float:
 
 
 def ours(seed: int, num_steps: int, scratch: Path, *words: str) -> Ran:
-    """m2flow-embodied for `num_steps` iterations of 400 steps."""
-    run = scratch / f"ours-{seed}-{num_steps}"
+    """m2flow-embodied for `num_steps` iterations."""
+    run = Path(tempfile.mkdtemp(dir=scratch)) / "run"
     settings = [f"seed={seed}", f"num_steps={num_steps}", f"run.dir={run}", "evaluation.film=false", *words]
-    cpu_s = ran(
-        [sys.executable, "-m", "m2flow.embodied", "train", "reach", "plan=temporal", *settings], scratch / "log"
-    )
+    cpu_s = ran([sys.executable, "-m", "m2flow.embodied", "train", "reach", "plan=spatial", *settings], scratch / "log")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     success = [row["eval/success_at_end"] for row in rows if "eval/success_at_end" in row]
     return Ran(sum(row.get("env/steps", 0) for row in rows), success[-1], cpu_s)
@@ -58,16 +58,23 @@ def ours(seed: int, num_steps: int, scratch: Path, *words: str) -> Ran:
 def sb3(seed: int, max_steps: int, scratch: Path, settings: str) -> Ran:
     """stable-baselines3."""
     log = scratch / "log"
-    cpu_s = ran([sys.executable, str(SB3_SIDE), str(seed), str(max_steps), settings], log)
+    cpu_s = ran([sys.executable, str(SB3_SIDE), str(seed), str(max_steps), settings, str(NUM_ENVS)], log)
     last = json.loads(log.read_text().splitlines()[-1])
     return Ran(last["steps"], last["success"], cpu_s)
 
 
 def sb3_rate(settings: str, scratch: Path) -> float:
     """Training steps of stable-baselines3 per CPU second."""
-    command = [sys.executable, str(SB3_SIDE)]
-    short, long = (ran([*command, "0", str(n), settings, "unwatched"], scratch / "log") for n in (3_200, 16_000))
+    command, envs = [sys.executable, str(SB3_SIDE)], str(NUM_ENVS_FOR_RATE)
+    short, long = (ran([*command, "0", str(n), settings, envs, "unwatched"], scratch / "log") for n in (3_200, 16_000))
     return 12_800 / (long - short)
+
+
+def our_rate(num_lanes: int, scratch: Path) -> float:
+    """The same of m2flow, its environments in so many lanes."""
+    words = [f"num_lanes={num_lanes}", f"episodes_per_step={NUM_ENVS_FOR_RATE}", "evaluation.every=99"]
+    short, long = (ours(0, count, scratch, *words) for count in (4, 20))
+    return (long.steps - short.steps) / (long.cpu_s - short.cpu_s)
 
 
 def to_target(seed: int, scratch: Path) -> Ran:
@@ -115,11 +122,12 @@ def main() -> None:
             reached = all(one.success >= TARGET for one in own)
             told = f"{name}: {peer:.1f} s, {mean(one.steps for one in peers):.0f} steps"
             rows.append(row("CPU seconds to 0.95", value, "s", told, peer / value, reached and peer >= value))
-        short, long = (ours(0, count, scratch, "evaluation.every=99") for count in (9, 49))
-        mine = (long.steps - short.steps) / (long.cpu_s - short.cpu_s)
+        rates = {num_lanes: our_rate(num_lanes, scratch) for num_lanes in (2, 1)}
         for name, settings in (("stable-baselines3", "plain"), ("stable-baselines3, our settings", "ours")):
             peer = sb3_rate(settings, scratch)
-            rows.append(row("samples per CPU second", mine, "1/s", f"{name}: {peer:.0f}", mine / peer, mine >= peer))
+            for num_lanes, mine in rates.items():
+                label = f"samples per CPU second, {num_lanes} lanes"
+                rows.append(row(label, mine, "1/s", f"{name}: {peer:.0f}", mine / peer, mine >= peer))
     for one in rows:
         print(one)
     if options.json:

@@ -13,7 +13,7 @@ from m2flow.embodied.app import APP
 from m2flow.embodied.prepared import prepared
 from m2flow.flow import Graph, Runtime, spatial_plan, temporal_plan
 from m2flow.proto.flow.v1 import flow_pb2
-from m2flow.worker import Cluster, launch_run
+from m2flow.worker import Cluster, Placement, launch_run
 
 WORDS = ["num_lanes=4", "episodes_per_step=16"]
 
@@ -57,3 +57,19 @@ def test_a_killed_environment_is_restarted_its_episodes_counted_and_training_goe
     assert dropped[0] == 0
     assert dropped[-1] == 0
     assert versions[-1] > versions[-2]
+
+
+@pytest.mark.medium
+def test_episodes_of_an_evaluation_whose_process_is_killed_are_played_again(tmp_path: Path) -> None:
+    config = load_config(APP.config_class, APP.recipes["point"], [*WORDS, "evaluation.num_episodes=200"])
+    job = APP.build(config, prepared(config, str(tmp_path)), None)
+    cluster = Cluster.local(2)
+    with launch_run(cluster, launcher="process", run_dir=tmp_path / "run") as session:
+        groups = {name: session.start(job.groups[name], Placement(((0,), (1,)))) for name in job.evaluated_groups}
+        want, pids = job.evaluate(groups, 0), list(groups["env"].pids)
+        assassin = threading.Timer(0.05, groups["env"].kill, [0])
+        assassin.start()
+        assert job.evaluate(groups, 0) == want
+        assassin.join()
+        assert groups["env"].pids[0] != pids[0]
+        assert groups["env"].pids[1] == pids[1]

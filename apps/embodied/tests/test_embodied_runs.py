@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -84,9 +85,11 @@ def test_it_learns_and_tells(learned: Run) -> None:
 @pytest.mark.parametrize("plan", ["spatial", "hybrid"])
 def test_a_plan_changes_the_time_and_nothing_else(train: Callable[..., Run], learned: Run, plan: str) -> None:
     other = train(f"plan={plan}", *SHORT)
+    # The learner's number of cores, which the plan decides, may change how a sum is rounded.
     for metric in ("critic/score/mean", "actor/pg_loss", "env/steps"):
-        assert other.series(metric) == learned.series(metric)[:3]
-    assert weights(other, 3) == weights(learned, 3)
+        assert other.series(metric) == pytest.approx(learned.series(metric)[:3], rel=1e-3, abs=1e-6)
+    for name, values in weights(learned, 3).items():
+        np.testing.assert_allclose(weights(other, 3)[name], values, atol=1e-5)
 
 
 def test_one_lane_is_simulated_while_another_is_acted_for(train: Callable[..., Run]) -> None:
@@ -104,7 +107,7 @@ def test_auto_measures_chooses_and_goes_on(train: Callable[..., Run]) -> None:
 
 
 def test_a_resumed_run_equals_the_unbroken_one(train: Callable[..., Run], learned: Run) -> None:
-    run = train("plan=temporal", *SHORT, "launcher=inproc", "evaluation.film=false")
+    run = train("plan=temporal", *SHORT, "evaluation.film=false")
     assert main(["train", "--resume", str(run.path), "num_steps=6"]) == 0
     assert run.series("critic/score/mean") == learned.series("critic/score/mean")[:6]
     assert weights(run, 6) == weights(learned, 6)

@@ -32,6 +32,8 @@ def cluster() -> Iterator[bool]:
         log_to_driver=False,
         logging_level="ERROR",
     )
+    # Its workers need not find this file.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:
         yield True
     finally:

@@ -5,6 +5,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +41,24 @@ def takes(directory: str) -> None:
     print(json.dumps((NUM_ITEMS - WARM_ITEMS - 1) * ITEM_BYTES / (times[-1] - times[WARM_ITEMS])), flush=True)
 
 
-def puts(directory: str) -> None:
-    """Puts items from host a."""
+def puts(directory: str, num_threads: str) -> None:
+    """Puts items from host a, each thread one at a time."""
     with Endpoint(Path(directory), "a", token="bench", connect_timeout_s=30) as endpoint:
         endpoint.add_address("b", f"{network_of_two.ADDRESSES['b']}:7000")
         channel = endpoint.channel("q", host="b")
         item = np.ones(ITEM_BYTES, np.uint8)
-        for index in range(NUM_ITEMS):
-            channel.put(item, id=str(index))
+        with ThreadPoolExecutor(int(num_threads)) as threads:
+            list(threads.map(lambda index: channel.put(item, id=str(index)), range(NUM_ITEMS)))
         channel.close()
 
 
-def over_a_line(**fields: float) -> float:
-    """Returns the bytes a second of items through a channel between two hosts whose line is so."""
+def over_a_line(num_threads: int, **fields: float) -> float:
+    """Returns the bytes a second of items that threads put through a channel between two hosts whose line is so."""
     with tempfile.TemporaryDirectory(prefix="m2b") as directory, network_of_two.network(Path(directory)) as network:
         taker = network.host("b", __file__, "--takes", f"{directory}/b")
         assert taker.stdout is not None
         assert taker.stdout.readline() == "up\n"
-        network.host("a", __file__, "--puts", f"{directory}/a")
+        network.host("a", __file__, "--puts", f"{directory}/a", str(num_threads))
         network.set(bytes_per_s=LINE_BYTES_PER_S, **fields)
         return float(json.loads(taker.stdout.readline()))
 
@@ -66,17 +67,17 @@ def measure() -> Iterator[dict[str, Any]]:
     if why_not := network_of_two.why_not():
         print(f"no two hosts can be made here: {why_not}", file=sys.stderr)
         return
-    for name, fields in (("", {}), (", 10 ms each way", {"delay_s": 0.01})):
-        rate = over_a_line(**fields) / 1e6
-        line = LINE_BYTES_PER_S / 1e6
-        about = {"target": 0.8, "at_least": True, "on_ratio": True}
-        yield row(f"4 MiB items over a line{name}", rate, "MB/s", peer="its limit", peer_value=line, **about)
+    line = LINE_BYTES_PER_S / 1e6
+    for num_threads, delay_s in ((1, 0.0), (1, 0.01), (2, 0.01)):
+        rate = over_a_line(num_threads, delay_s=delay_s) / 1e6
+        name = f"4 MiB items, {num_threads} at a time, {1e3 * delay_s:.0f} ms each way"
+        yield row(name, rate, "MB/s", peer="its limit", peer_value=line, target=0.8, at_least=True, on_ratio=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--takes"]:
         takes(sys.argv[2])
     elif sys.argv[1:2] == ["--puts"]:
-        puts(sys.argv[2])
+        puts(*sys.argv[2:])
     else:
         main(__file__, measure, {})

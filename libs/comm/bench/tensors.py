@@ -115,22 +115,32 @@ def measure() -> Iterator[dict[str, Any]]:
     )
     arena = found["arena"] / (64 * MIB)
     yield row("arena after 24 items of 64 MiB, capacity 2", arena, "items", target=6, at_least=False)
+    # Each size in three rounds, as the machine's own memory bandwidth changes from one second to the next.
+    rounds = [{size: through_channel(size, _count(size))[0] for size in SIZES} for _ in range(3)]
+    _times.update({size: statistics.median([found[size] for found in rounds]) for size in SIZES})
+    print({f"{size >> 10} KiB": f"{1e6 * found_s:.0f} us" for size, found_s in _times.items()}, file=sys.stderr)
+    latency, slope = line_through(_times)
+    residual = max(abs(latency + slope * size - found_s) / found_s for size, found_s in _times.items())
+    yield row("cost with size, worst residual of the line", residual, "of the time", target=0.2, at_least=False)
     with _ray_queue.cluster() as there:
         if there:
             theirs = 64 / 1024 / _ray_queue.large_s(64 * MIB)
             name = "64 MiB through a channel, all read"
             yield row(name, rate, "GiB/s", peer="ray.util.queue", peer_value=theirs, target=5, **about)
-    # Each size in three rounds, as the machine's own memory bandwidth changes from one second to the next.
-    rounds = [{size: through_channel(size, 24 if size < 1 << 28 else 12)[0] for size in SIZES} for _ in range(3)]
-    _times.update({size: statistics.median([found[size] for found in rounds]) for size in SIZES})
-    latency, slope = line_through(_times)
-    residual = max(abs(latency + slope * size - found_s) / found_s for size, found_s in _times.items())
-    yield row("cost with size, worst residual of the line", residual, "of the time", target=0.2, at_least=False)
+
+
+def _count(size: int) -> int:
+    return 200 if size < 1 << 24 else 24 if size < 1 << 28 else 12
 
 
 def line_through(times: dict[int, float]) -> tuple[float, float]:
-    """Returns the latency in seconds and the seconds a byte that fit best, by relative error."""
-    slope, latency = np.polyfit(list(times), list(times.values()), 1, w=1 / np.array(list(times.values())))
+    """Returns the latency in seconds and the seconds a byte whose worst relative error is the least (Lawson 1961)."""
+    sizes, seconds = np.array(list(times), float), np.array(list(times.values()))
+    weights = np.ones(len(times))
+    for _ in range(1000):
+        slope, latency = np.polyfit(sizes, seconds, 1, w=np.sqrt(weights) / seconds)
+        weights *= np.abs(latency + slope * sizes - seconds) / seconds
+        weights /= weights.sum()
     return float(latency), float(slope)
 
 

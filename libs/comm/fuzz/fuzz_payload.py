@@ -37,6 +37,7 @@ _TRACED = {module.__file__ for module in (_dtypes, _registry, _torch, _tree, pay
 _ROOM_BYTES = 256 << 20
 _SEEDS: tuple[Any, ...] = (
     None,
+    {"id": 7, "text": "completion", "ids": b"\x01\x02", "more": {"reward": 0.5, "none": None, "": {}}},
     {"a": [1, 2.5, True, "text", b"bytes", 1 << 80], ("k", 1): (None,)},
     [np.arange(6).reshape(2, 3), np.float32(1), np.array("2020-01-01", "M8[D]"), np.zeros((0, 3))],
     ["x" * 2000, b"y" * 2000],

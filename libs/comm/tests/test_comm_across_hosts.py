@@ -157,3 +157,56 @@ def test_a_partition_is_named_at_both_ends_and_after_it_nothing_is_lost_or_doubl
     network.set(cut=False)
     assert line(a) == "done"
     assert line(b) == "True"
+
+
+LIFE = """
+import os, sys, time
+from pathlib import Path
+from m2flow.comm import Endpoint
+endpoint = Endpoint(Path(sys.argv[1]), "b", token="t")
+endpoint.handle("life", lambda request: os.getpid())
+endpoint.listen("10.77.0.2:7000")
+print(flush=True)
+time.sleep(60)
+"""
+RESTARTS = f"""
+    import subprocess
+    endpoint.close()
+    for _ in range(2):
+        life = subprocess.Popen([sys.executable, "-c", {LIFE!r}, sys.argv[1]], stdout=subprocess.PIPE)
+        life.stdout.readline()
+        say(life.pid)
+        sys.stdin.readline()
+        life.kill()
+        life.wait()
+"""
+CALLS = """
+    lives = [0]
+    while True:
+        try:
+            life = endpoint.request("b", "life", "", timeout_s=25)
+        except PeerLostError:
+            continue
+        except TimeoutError_ as error:
+            say(f"vanished: {error}")
+            break
+        if life != lives[-1]:
+            lives.append(life)
+            say(life)
+"""
+
+
+def test_a_call_to_a_peer_that_restarted_behind_a_partition_does_not_vanish(hosts: Hosts) -> None:
+    """Its end of the old connection is gone without a word: whoever called over it must hear of that."""
+    network, start = hosts
+    b = start("b", RESTARTS)
+    a = start("a", CALLS)
+    first = line(b)
+    assert line(a) == first
+    network.set(cut=True)
+    assert b.stdin is not None
+    b.stdin.write("restart\n")
+    b.stdin.flush()
+    second = line(b)
+    network.set(cut=False)
+    assert (line(a), line(a)) in (("lost b", second), (second, "lost b"))

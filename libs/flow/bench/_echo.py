@@ -1,5 +1,7 @@
 """A stage that does nothing."""
 
+import time
+
 from m2flow.worker import Item, Worker, stage
 
 
@@ -10,3 +12,7 @@ class Echo(Worker):
     def work(self, items: list[Item]) -> list[Item]:
         """The items."""
         return items
+
+    def cpu_s(self) -> float:
+        """The CPU seconds of this process so far."""
+        return time.process_time()

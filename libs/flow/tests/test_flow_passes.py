@@ -57,10 +57,19 @@ def test_fuse_keeps_feedback(loop_graph, cluster):
     inbox = flow.stage("policy.act").inbox
     assert inbox.ports == ("env.reset", "env.step")
     assert inbox.feedback == ("env.step",)
-    assert [op.kind for op in inbox.ops] == ["filter", "enter"]
-    assert [op.silent for op in inbox.ops] == [False, False]  # the head hears of those that have left
-    assert [op.silent for op in flow.stage("sink").inbox.ops] == [True]  # those that have not say nothing yet
-    assert flow.stage("sink").inbox.ops[0].branch == "no"
+    assert [op.kind for op in inbox.ops] == ["enter"]
+    assert inbox.ops[0].inputs == ("env.reset", "env.step")
+
+
+def test_fuse_gives_a_filter_in_front_to_the_producer(loop_graph, cluster):
+    flow = through(loop_graph, modes.temporal_plan(loop_graph, cluster), fuse)
+    (again,) = flow.stage("policy.act").inbox.sieves
+    (over,) = flow.stage("sink").inbox.sieves
+    assert again.inputs == over.inputs == ("env.step",)
+    assert (again.branch, again.silent) == ("yes", False)  # the head hears of those that have left
+    assert (over.branch, over.silent) == ("no", True)  # those that have not say nothing yet
+    sink = flow.stage("sink").inbox
+    assert (sink.head, sink.ops) == ("env.step", ())
 
 
 def test_place_deals_devices_in_order(graph, temporal):

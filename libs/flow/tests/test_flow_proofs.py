@@ -189,12 +189,12 @@ class Line:
         self.name, self._endpoint, self._world = name, endpoint, endpoint.world
         self._index = endpoint.fabric.indexes[name]
 
-    def put_many(self, puts):
+    def put_many(self, puts, *, timeout_s=None):
         entries = [
             Entry(p.id, p.key, p.weight, p.iteration, self._endpoint.name, "", SimpleNamespace(item=p.item, drop=int))
             for p in puts
         ]
-        self._ask(lambda caller: self._index.put(caller, entries, wait=True))
+        self._ask(lambda caller: self._index.put(caller, entries, wait=True), timeout_s)
 
     def get_batch(self, weight, *, at_least=None, key=None, iteration=None, timeout_s=None):
         found = self._ask(lambda caller: self._index.get(caller, Filter(key, iteration), weight, at_least), timeout_s)

@@ -23,7 +23,7 @@ def items(count):
 def test_every_item_is_put_once_in_order_and_those_that_wait_go_together(executor):
     batches = []
 
-    def put(batch):
+    def put(batch, timeout_s):
         batches.append(batch)
         time.sleep(0.002)
 
@@ -38,7 +38,7 @@ def test_an_item_goes_out_though_no_other_follows(executor):
     arrived = threading.Event()
     first = threading.Event()
 
-    def put(batch):
+    def put(batch, timeout_s):
         (arrived if first.is_set() else first).set()
 
     def slow():
@@ -51,7 +51,7 @@ def test_an_item_goes_out_though_no_other_follows(executor):
 
 
 def test_a_message_that_fails_is_raised(executor):
-    def put(batch):
+    def put(batch, timeout_s):
         raise ConnectionError("gone")
 
     sender = Sender(executor, put)
@@ -65,3 +65,21 @@ def test_a_message_that_fails_is_raised(executor):
         sender.send(paced())
     with pytest.raises(ConnectionError, match="gone"):
         sender.finish()
+
+
+def test_a_list_is_put_whole_by_the_thread_that_finishes_and_again_where_there_was_no_room(executor):
+    put = []
+
+    def full_at_first(batch, timeout_s):
+        put.append((batch, timeout_s, threading.get_ident()))
+        if timeout_s is not None:
+            raise TimeoutError
+
+    sender = Sender(executor, full_at_first)
+    sender.keep(items(3))
+    assert not put
+    with pytest.raises(TimeoutError):
+        sender.finish(0.01)
+    sender.finish()
+    sender.finish()
+    assert put == [(items(3), 0.01, threading.get_ident()), (items(3), None, threading.get_ident())]

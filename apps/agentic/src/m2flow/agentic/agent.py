@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 from transformers import AutoTokenizer
 
 from m2flow.agentic.conversation import counted, opened, said, told
-from m2flow.agentic.dialogue import answer_of, call_of, preamble, question_line, result_line
+from m2flow.agentic.dialogue import answer_of, call_of, preamble, question_line, result_line, spoken_lines
 from m2flow.agentic.expressions import ExpressionTask
 from m2flow.apps.seeding import derived_seed
 from m2flow.worker import Item, Worker, stage
@@ -23,12 +24,14 @@ class AgentConfig:
     samples_per_prompt: conversations about each problem.
     max_turns: turns that the model has; a call in the last one ends the conversation without an answer.
     seed: the run's; with iteration, place and index it seeds each conversation.
+    with_examples: each conversation carries its problem's worked example, as `worked_example` reads it.
     """
 
     model: str
     samples_per_prompt: int
     max_turns: int
     seed: int
+    with_examples: bool = False
 
 
 class AgentWorker(Worker):
@@ -40,7 +43,8 @@ class AgentWorker(Worker):
         """Loads the tokenizer: a second."""
         self._config = config = AgentConfig(**self.config)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(Path(config.model), local_files_only=True)
-        self._preamble_ids = self._ids(preamble(ExpressionTask(config.seed).examples))
+        self._task = ExpressionTask(config.seed)
+        self._preamble_ids = self._ids(preamble(self._task.examples))
 
     @stage
     def open(self, items: list[Item]) -> Iterator[Item]:
@@ -70,8 +74,20 @@ class AgentWorker(Worker):
 
     def _open(self, problem: Item, size: int, seed: int) -> Iterator[Item]:
         prompt_ids = [*self._preamble_ids, *self._ids(question_line(problem.fields["prompt"]))]
+        example = self._worked(problem) if self._config.with_examples else {}
         for number in range(size):
-            yield opened(problem, number, size, prompt_ids=prompt_ids, seed=derived_seed(seed, number))
+            conversation = opened(problem, number, size, prompt_ids=prompt_ids, seed=derived_seed(seed, number))
+            yield conversation.with_fields(**example)
+
+    def _worked(self, problem: Item) -> dict[str, Any]:
+        """The tokens of a problem's worked example, and which of them are the model's to say."""
+        parts = [
+            (self._ids(text), own) for text, own in spoken_lines(self._task.worked(*problem.fields["data"]["numbers"]))
+        ]
+        return {
+            "example_ids": np.array([token for ids, _ in parts for token in ids], dtype=np.int32),
+            "example_mask": np.array([own for ids, own in parts for _ in ids], dtype=np.bool_),
+        }
 
     def _read(self, item: Item) -> Item:
         turn = self._text(item.fields["turn_ids"])

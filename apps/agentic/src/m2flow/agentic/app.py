@@ -38,7 +38,13 @@ def _build(config: AgenticConfig, weights: Path, resume: Path | None) -> Job:
             "agent": _agent(config, weights),
             "rollout": rollout_group(config, weights),
             "tools": _tools(config),
-            "actor": actor_group(config, weights, resume),
+            "actor": actor_group(
+                config,
+                weights,
+                resume,
+                imitate_until=config.supervised.until,
+                imitate_max_steps=config.supervised.max_steps,
+            ),
         },
         expansions={"agent.open": float(config.samples_per_prompt)},
         items=lambda step: problem_items(task.training(step, config.prompts_per_step), step),
@@ -59,6 +65,7 @@ def _agent(config: AgenticConfig, weights: Path) -> GroupSpec:
         "samples_per_prompt": config.samples_per_prompt,
         "max_turns": config.max_turns,
         "seed": config.seed,
+        "with_examples": config.supervised.until > 0,
     }
     return AgentWorker.group(settings, name="agent", device_kind="agent")
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from m2flow.apps.language import LanguageModelConfig
 from m2flow.apps.parsing import setting
 
-__all__ = ["AgenticConfig", "ToolsConfig"]
+__all__ = ["AgenticConfig", "SupervisedConfig", "ToolsConfig"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,16 @@ class ToolsConfig:
 
 
 @dataclass(frozen=True)
+class SupervisedConfig:
+    """A supervised stage: the first steps are taken on worked conversations, until sampled ones succeed."""
+
+    until: float = setting(
+        0.0, "share of a step's conversations whose success ends it; 0: there is none", low=0, high=1
+    )
+    max_steps: int = setting(20, "optimiser steps in which that has to be reached; else the run fails", low=1)
+
+
+@dataclass(frozen=True)
 class AgenticConfig(LanguageModelConfig):
     """One run of m2flow-agentic."""
 
@@ -31,3 +41,4 @@ class AgenticConfig(LanguageModelConfig):
 
     max_turns: int = setting(3, "turns that the model has in a conversation", low=1)
     tools: ToolsConfig = ToolsConfig()
+    supervised: SupervisedConfig = SupervisedConfig()

@@ -14,7 +14,17 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Call", "Example", "answer_of", "call_of", "error_words", "preamble", "question_line", "result_line"]
+__all__ = [
+    "Call",
+    "Example",
+    "answer_of",
+    "call_of",
+    "error_words",
+    "preamble",
+    "question_line",
+    "result_line",
+    "spoken_lines",
+]
 
 # A tool's result is read by the model: what went wrong is said in few words.
 _MAX_ERROR_CHARACTERS = 60
@@ -75,6 +85,11 @@ def answer_of(turn: str) -> str | None:
     return found[1] if found else None
 
 
+def spoken_lines(example: Example) -> list[tuple[str, bool]]:
+    """What follows the question in a worked example, a line each, and whether the model says it."""
+    calls = [line for call, result in example.calls for line in ((f"{call}\n", True), (result_line(result), False))]
+    return [*calls, (f"A: {example.answer}\n", True)]
+
+
 def _example(example: Example) -> str:
-    calls = "".join(f"{call}\n{result_line(result)}" for call, result in example.calls)
-    return f"{question_line(example.question)}{calls}A: {example.answer}\n\n"
+    return question_line(example.question) + "".join(line for line, _ in spoken_lines(example)) + "\n"

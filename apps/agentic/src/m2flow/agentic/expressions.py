@@ -23,7 +23,13 @@ class ExpressionTask:
     @property
     def examples(self) -> tuple[Example, ...]:
         """The worked examples, whose problems are neither trained on nor held out."""
-        return tuple(_worked(*numbers) for numbers in _SHOWN)
+        return tuple(self.worked(*numbers) for numbers in _SHOWN)
+
+    def worked(self, a: int, b: int, c: int) -> Example:
+        """(a+b)*c as it is to be worked out."""
+        total, product = str(a + b), str((a + b) * c)
+        calls = ((Call("calc", f"{a}+{b}"), total), (Call("calc", f"{total}*{c}"), product))
+        return Example(f"({a}+{b})*{c}", calls, product)
 
     def training(self, step: int, count: int) -> Sequence[Problem]:
         """The problems of a step: the same for the same step. None of them is held out."""
@@ -35,13 +41,7 @@ class ExpressionTask:
 
 
 def _problem(a: int, b: int, c: int) -> Problem:
-    return Problem(f"({a}+{b})*{c}", str((a + b) * c))
-
-
-def _worked(a: int, b: int, c: int) -> Example:
-    total, product = str(a + b), str((a + b) * c)
-    calls = ((Call("calc", f"{a}+{b}"), total), (Call("calc", f"{total}*{c}"), product))
-    return Example(f"({a}+{b})*{c}", calls, product)
+    return Problem(f"({a}+{b})*{c}", str((a + b) * c), data={"numbers": [a, b, c]})
 
 
 def _unordered(numbers: Numbers) -> tuple[int, ...]:

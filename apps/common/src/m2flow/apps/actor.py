@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from m2flow.apps.batch import groups_per_minibatch
+from m2flow.apps.imitation import Imitation, imitation_loss, worked_example
 from m2flow.apps.language import LanguageModelConfig
 from m2flow.apps.policy_loss import Aggregation, Correction, PolicyLoss, PolicyLossConfig, graded_samples
 from m2flow.worker import GroupSpec, Item, Worker, stage
@@ -23,6 +24,7 @@ from m2flow.worker.engines.trainer.torch_engine import TorchTrainerConfig, Torch
 __all__ = ["ActorConfig", "ActorWorker", "actor_group"]
 
 _STATE = "trainer.safetensors"
+_STAGE = "imitation"
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class ActorConfig:
     clip_low, clip_high, loss_aggregation: the policy loss's, see `PolicyLossConfig`.
     correction, max_weight: for samples of older weights, see `PolicyLossConfig`.
     temperature: the sampler's.
+    imitate_until, imitate_max_steps: of a supervised stage, see `Imitation`.
     deterministic: a minibatch's gradients are accumulated when it is whole, in source order: the same bits however its
       groups arrive, and no pass before its last group is there.
     resume: directory that `save_checkpoint` wrote, which then takes the place of `model`; or empty.
@@ -56,6 +59,8 @@ class ActorConfig:
     correction: Correction = "none"
     max_weight: float = 2.0
     temperature: float = 1.0
+    imitate_until: float = 0.0
+    imitate_max_steps: int = 1
     deterministic: bool = False
     resume: str = ""
 
@@ -73,9 +78,14 @@ class ActorWorker(Worker):
         self._engine = TorchTrainerEngine(
             TorchTrainerConfig(self._directory, optimizer, config.microbatch_tokens, config.temperature)
         )
+        # Now: where it is a checkpoint's, the next one takes its place.
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(Path(self._directory), local_files_only=True)
+        self._imitation = Imitation(config.imitate_until, config.imitate_max_steps)
         if config.resume:
             # The parameters are the directory's model: the state beside it holds the rest.
             state = load_file(Path(config.resume) / _STATE)
+            if _STAGE in state:
+                self._imitation.state.copy_(state.pop(_STAGE))
             self._engine.load_state_dict(_parameters(self._engine.state_dict()) | state)
         loss = PolicyLossConfig(
             config.clip_low, config.clip_high, config.loss_aggregation, config.correction, config.max_weight
@@ -115,19 +125,21 @@ class ActorWorker(Worker):
         return self._engine.named_weights()
 
     def shards(self) -> dict[str, Any]:
-        """Parameters, optimiser and step count."""
-        return self._engine.shards()
+        """Parameters, optimiser and step count; of a supervised stage, how far it is."""
+        return self._engine.shards() | ({_STAGE: self._imitation.state} if self._imitation.until else {})
 
     def load_shards(self, shards: Mapping[str, Any]) -> None:
         """Becomes what another was."""
-        self._engine.load_shards(shards)
+        if _STAGE in shards:
+            self._imitation.state.copy_(shards[_STAGE])
+        self._engine.load_shards({name: value for name, value in shards.items() if name != _STAGE})
 
     def save_checkpoint(self, directory: str) -> None:
         """Writes what `from_pretrained` loads, and the state that `resume` reads, into an existing directory."""
         path = Path(directory)
         self._engine.save_pretrained(path)
-        AutoTokenizer.from_pretrained(Path(self._directory), local_files_only=True).save_pretrained(path)
-        state = self._engine.state_dict()
+        self._tokenizer.save_pretrained(path)
+        state = self._engine.state_dict() | ({_STAGE: self._imitation.state} if self._imitation.until else {})
         save_file({name: state[name] for name in state.keys() - _parameters(state).keys()}, path / _STATE)
 
     def resident_bytes(self) -> int:
@@ -151,13 +163,25 @@ class ActorWorker(Worker):
             self._accumulate(minibatch, groups)
 
     def _accumulate(self, minibatch: "_Minibatch", groups: Sequence[Item]) -> None:
+        minibatch.rewards += [float(reward) for group in groups for reward in group.fields["rewards"]]
+        weight, sums = self._imitate(groups) if self._imitation.is_on else self._learn(groups)
+        minibatch.weight += weight
+        for name, value in sums.items():
+            minibatch.sums[name] = minibatch.sums.get(name, 0.0) + value
+
+    def _learn(self, groups: Sequence[Item]) -> tuple[float, Metrics]:
         graded = [sample for group in groups for sample in graded_samples(group)]
-        minibatch.weight += sum(self._loss.weight(sample.sample) for sample in graded)
+        weight = sum(self._loss.weight(sample.sample) for sample in graded)
         teaching = [sample for group in groups if _teaches(group) for sample in graded_samples(group)]
-        if teaching:
-            sums = self._engine.accumulate([sample.sample for sample in teaching], self._loss.bind(teaching))
-            for name, value in sums.items():
-                minibatch.sums[name] = minibatch.sums.get(name, 0.0) + value
+        if not teaching:
+            return weight, {}
+        return weight, self._engine.accumulate([sample.sample for sample in teaching], self._loss.bind(teaching))
+
+    def _imitate(self, groups: Sequence[Item]) -> tuple[float, Metrics]:
+        if not groups:
+            return 0.0, {}
+        sums = self._engine.accumulate([worked_example(group) for group in groups], imitation_loss)
+        return sums["tokens"], sums
 
     def _step(self) -> Metrics:
         """Takes the optimiser step of the minibatch at hand, if any; returns its metrics."""
@@ -169,13 +193,23 @@ class ActorWorker(Worker):
         sums = dict(minibatch.sums)
         num_tokens = sums.pop("tokens", 0.0)
         found = {"actor/grad_norm": done["grad_norm"], "actor/lr": done["lr"]}
-        if num_tokens:
+        if self._imitation.is_on:
+            found |= self._imitation.stepped(float(np.mean(minibatch.rewards)))
+        if "actor/pg_loss" in sums:
             found["actor/pg_loss"] = sums.pop("actor/pg_loss") / minibatch.weight
+        if num_tokens:
             found |= {name: value / num_tokens for name, value in sums.items()}
         return found
 
 
-def actor_group(config: LanguageModelConfig, weights: Path, resume: Path | None) -> GroupSpec:
+def actor_group(
+    config: LanguageModelConfig,
+    weights: Path,
+    resume: Path | None,
+    *,
+    imitate_until: float = 0.0,
+    imitate_max_steps: int = 1,
+) -> GroupSpec:
     """The specification of a run's actor: on the model in `weights`, or on the state of the checkpoint `resume`."""
     minibatches = config.prompts_per_step * config.samples_per_prompt // config.minibatch_size
     settings = {
@@ -193,6 +227,8 @@ def actor_group(config: LanguageModelConfig, weights: Path, resume: Path | None)
         "correction": config.loss.correction,
         "max_weight": config.loss.max_weight,
         "temperature": config.sampling.temperature,
+        "imitate_until": imitate_until,
+        "imitate_max_steps": imitate_max_steps,
         "deterministic": config.deterministic,
         "resume": str(resume or ""),
     }
@@ -207,6 +243,7 @@ class _Minibatch:
     seen: set[tuple[int, ...]] = field(default_factory=set)
     held: list[Item] = field(default_factory=list)
     weight: float = 0.0
+    rewards: list[float] = field(default_factory=list)
     sums: Metrics = field(default_factory=dict)
 
     def continues(self, place: tuple[int, int], groups: Sequence[Item]) -> bool:

@@ -63,8 +63,9 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
         for group in groups
         for completion, reward, version in zip(group["completions"], group["rewards"], group["versions"], strict=True)
     ]
-    warning = _NO_SIGNAL if metrics["groups/all_equal"] == metrics["groups/count"] else ""
     means = {name: _mean(values) for name, values in steps.items()}
+    silent = metrics["groups/all_equal"] == metrics["groups/count"] and "supervised/nll" not in means
+    warning = _NO_SIGNAL if silent else ""
     return StepOutcome(metrics | means, rows, volume=metrics["tokens"], warning=warning)
 
 

@@ -50,21 +50,13 @@ class EnvWorker(Worker):
             yield item.with_fields(observations=lane.observations[0], place=0)
 
     @stage
-    def step(self, items: list[Item]) -> Iterator[Item]:
+    def step(self, items: list[Item]) -> list[Item]:
         """Takes the `actions` [n, size] of each lane; gives its next observations, or all that it played.
 
         That is, of n episodes and T steps: `observations` [n, T+1, size]; `actions` [n, T, size]; `logprobs`, `rewards`
         (float32), `mask`, `terminated`, `truncated`, `successes` (bool) [n, T]. `mask` is where an episode was on.
         """
-        for item in items:
-            lane = self._lanes[item.id]
-            lane.advance(item.fields["actions"], item.fields["logprobs"])
-            if lane.env.playing.any():
-                fields = {"observations": lane.observations[-1], "place": len(lane.steps), "is_playing": True}
-                yield replace(item, fields=fields)
-            else:
-                self._idle.append(self._lanes.pop(item.id).env)
-                yield replace(item, fields={**lane.played(), "is_playing": False})
+        return [self._stepped(item) for item in items]
 
     def begin(self, seeds: list[list[int]], filmed: bool) -> Floats:
         """Begins episodes to be watched, by this rank's entry of `seeds`; with `filmed` one, in pictures."""
@@ -76,25 +68,38 @@ class EnvWorker(Worker):
             self._show = _Show(env)
         return self._show.begin(own)
 
-    def advance(self, actions: Floats) -> dict[str, Any]:
-        """Takes actions in what is watched; returns `observations` and whether anything `is_playing`."""
-        assert self._show is not None, "advance comes after begin"
-        return self._show.advance(actions)
+    def advance(self, actions: Floats) -> dict[str, Any] | None:
+        """Takes actions in what is watched; returns `observations` and whether anything `is_playing`.
 
-    def verdict(self) -> dict[str, list[float]]:
+        None, as of the two below, where the process that began has died, and this one knows nothing of it.
+        """
+        return self._show.advance(actions) if self._show else None
+
+    def verdict(self) -> dict[str, list[float]] | None:
         """What came of the episodes that were watched: `returns`, `success_once`, `success_at_end`, an entry each."""
         show, self._show = self._show, None
-        assert show is not None, "verdict comes after begin"
+        if show is None:
+            return None
         self._idle.append(show.env)
         return show.verdict()
 
-    def film(self) -> bytes:
+    def film(self) -> bytes | None:
         """The pictures of what was watched, as an animated WebP."""
         show, self._show = self._show, None
-        assert show is not None
+        if show is None:
+            return None
         assert show.frames is not None, "film comes after a filmed begin"
         show.env.close()
         return webp(show.frames)
+
+    def _stepped(self, item: Item) -> Item:
+        lane = self._lanes[item.id]
+        lane.advance(item.fields["actions"], item.fields["logprobs"])
+        if lane.env.playing.any():
+            fields = {"observations": lane.observations[-1], "place": len(lane.steps), "is_playing": True}
+            return replace(item, fields=fields)
+        self._idle.append(self._lanes.pop(item.id).env)
+        return replace(item, fields={**lane.played(), "is_playing": False})
 
     def _made(self, num_envs: int, pixels: int = 0) -> GymnasiumEnv:
         config = self._config

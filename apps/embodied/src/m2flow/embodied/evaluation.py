@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from m2flow.embodied.seeds import episode_seed
-from m2flow.worker import WorkerGroup
+from m2flow.worker import WorkerFailed, WorkerGroup
 from m2flow.worker.group import RankSet
 
 __all__ = ["Evaluation"]
 
 Groups = Mapping[str, WorkerGroup]
+# How often episodes are begun again whose processes die; the session's own bound on restarts comes first.
+_ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,8 @@ class Evaluation:
         for start in range(0, self.num_episodes, size * env.world_size):
             # The last wave is filled up with episodes that count for nothing.
             wave = [_seed(start + number) for number in range(size * env.world_size)]
-            _play(env, groups["policy"], [wave[at : at + size] for at in range(0, len(wave), size)], filmed=False)
-            for verdict in env.method("verdict")().result():
+            seeds = [wave[at : at + size] for at in range(0, len(wave), size)]
+            for verdict in _watched(env, groups["policy"], seeds, "verdict"):
                 for name, values in found.items():
                     values += verdict[name]
         counted = {name: values[: self.num_episodes] for name, values in found.items()}
@@ -43,9 +46,7 @@ class Evaluation:
 
     def film(self, groups: Groups) -> bytes:
         """Returns the first episode of an evaluation as an animated WebP. Blocks."""
-        camera = groups["env"].on(0)
-        _play(camera, groups["policy"], [[_seed(0)]], filmed=True)
-        (film,) = camera.method("film")().result()
+        (film,) = _watched(groups["env"].on(0), groups["policy"], [[_seed(0)]], "film")
         assert isinstance(film, bytes)
         return film
 
@@ -54,8 +55,29 @@ def _seed(number: int) -> int:
     return episode_seed(0, "evaluation", number)
 
 
+class _Gone(Exception):
+    """The process in which episodes had begun is not there any more."""
+
+
+def _watched(env: RankSet, policy: WorkerGroup, seeds: list[list[int]], outcome: str) -> list[Any]:
+    """Plays an episode a seed to its end, a list of them on each rank; returns each rank's "verdict" or "film".
+
+    Where an environment process dies they are all played again, in the one that follows it: they come out the same.
+    """
+    for _ in range(_ATTEMPTS):
+        try:
+            _play(env, policy, seeds, filmed=outcome == "film")
+            found = env.method(outcome)().result()
+            if None in found:
+                raise _Gone
+            return list(found)
+        except (_Gone, WorkerFailed) as error:
+            last = error
+    raise last
+
+
 def _play(env: RankSet, policy: WorkerGroup, seeds: list[list[int]], *, filmed: bool) -> None:
-    """Plays an episode a seed to its end, a list of them on each rank."""
+    """Plays them once. Raises WorkerFailed where a process dies meanwhile, _Gone where one had died before."""
     observations = env.method("begin")(seeds, filmed).result()
     playing = [True] * len(observations)
     thinker = policy.on(0).method("decide")
@@ -63,5 +85,7 @@ def _play(env: RankSet, policy: WorkerGroup, seeds: list[list[int]], *, filmed: 
         (actions,) = thinker([part for part, on in zip(observations, playing, strict=True) if on]).result()
         ranks = [rank for rank, on in zip(env.ranks, playing, strict=True) if on]
         for rank, view in zip(ranks, env.on(*ranks).method("advance").scatter(actions).result(), strict=True):
+            if view is None:
+                raise _Gone
             place = env.ranks.index(rank)
             observations[place], playing[place] = view["observations"], view["is_playing"]

@@ -1,6 +1,6 @@
 """The policy worker: observations in, actions out, with the noise that seed, place and step give."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -39,16 +39,18 @@ class PolicyWorker(Worker):
         self._policy = load_policy(Path(self._config.model))
 
     @stage
-    def act(self, items: list[Item]) -> Iterator[Item]:
+    def act(self, items: list[Item]) -> list[Item]:
         """Each lane with `actions`, float32 [n, size], and their `logprobs`, float32 [n].
 
         Lanes are looked at one by one, so that what shares a message changes not even the rounding.
         """
-        for item in items:
-            observations = torch.from_numpy(item.fields["observations"])
-            with torch.inference_mode():
-                actions, logprobs = self._policy.action(observations, self._noise(item, len(observations)))
-            yield replace(item, fields={"actions": actions.numpy(), "logprobs": logprobs.numpy()})
+        return [self._acted(item) for item in items]
+
+    def _acted(self, item: Item) -> Item:
+        observations = torch.from_numpy(item.fields["observations"])
+        with torch.inference_mode():
+            actions, logprobs = self._policy.action(observations, self._noise(item, len(observations)))
+        return replace(item, fields={"actions": actions.numpy(), "logprobs": logprobs.numpy()})
 
     def decide(self, observations: list[Floats]) -> list[Floats]:
         """The most likely actions, for each array of observations [n, size]."""

@@ -243,15 +243,18 @@ class Fabric:
 
     def _take(self, connection: Connection, kind: Kind, request_id: int, body: bytes, fd: int | None) -> bool:
         """Deals with a frame on a thread that waits, if any thread may; says whether it did."""
-        if kind is Kind.REPLY:
-            connection.answered(request_id, body)
-        elif kind is Kind.SEGMENT:
-            assert fd is not None
-            connection.on_segment(body, fd)
-        elif kind is Kind.RELEASE:
-            connection.on_release(body)
-        else:
-            return kind is Kind.CALL and self._on_prompt_call(connection, request_id, body)
+        try:
+            if kind is Kind.REPLY:
+                connection.answered(request_id, body)
+            elif kind is Kind.SEGMENT:
+                assert fd is not None
+                connection.on_segment(body, fd)
+            elif kind is Kind.RELEASE:
+                connection.on_release(body)
+            else:
+                return kind is Kind.CALL and self._on_prompt_call(connection, request_id, body)
+        except DecodeError as error:
+            raise _no_message(kind, error) from error
         return True
 
     def _frame(self, connection: Connection, kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
@@ -275,7 +278,7 @@ class Fabric:
             else:
                 raise ProtocolError(f"got a {kind.name} frame in mid-conversation")
         except DecodeError as error:
-            raise ProtocolError(f"got a {kind.name} frame that is no message: {error}") from error
+            raise _no_message(kind, error) from error
 
     def _first_frame(self, connection: Connection, kind: Kind, body: bytes) -> None:
         if kind is Kind.REFUSAL:
@@ -355,6 +358,10 @@ class Fabric:
             connections = list(self._all)
         for connection in connections:
             connection.retire(segment_id)
+
+
+def _no_message(kind: Kind, error: DecodeError) -> ProtocolError:
+    return ProtocolError(f"got a {kind.name} frame that is no message: {error}")
 
 
 def _no_call(connection: Connection, request_id: int, body: bytes) -> bool:

@@ -351,23 +351,30 @@ class ChannelIndex:
     def _enqueue(self, entries: Iterable[Entry]) -> set[Filter]:
         """Queues entries but those seen already; returns the filters that the others pass."""
         touched: set[Filter] = set()
-        last: tuple[Filter, ...] = ()
+        filters: tuple[Filter, ...] = ()
+        key, iteration = None, None
         fresh = self._fresh(entries)
-        for entry in fresh:
-            self._num_orders = entry.order = self._num_orders + 1
-            entry.filters = filters_of(entry.key, entry.iteration, self._route_of(entry.key) if self._by_key else "")
-            if entry.filters is not last:
-                last = entry.filters
-                touched.update(last)
+        for order, entry in enumerate(fresh, self._num_orders + 1):
+            entry.order = order
+            if entry.key != key or entry.iteration != iteration:
+                key, iteration = entry.key, entry.iteration
+                filters = filters_of(key, iteration, self._route_of(key))
+                touched.update(filters)
+            entry.filters = filters
+        self._num_orders += len(fresh)
         self._queue.append(fresh)
         return touched
 
     def _fresh(self, entries: Iterable[Entry]) -> list[Entry]:
         """Counts entries, and drops those whose id was seen in their iteration."""
         fresh: list[Entry] = []
+        remaining, seen_in = self._remaining, self._seen
         for entry in entries:
+            iteration = entry.iteration
             if entry.id:
-                seen = self._seen.setdefault(entry.iteration, set())
+                seen = seen_in.get(iteration)
+                if seen is None:
+                    seen = seen_in[iteration] = set()
                 if entry.id in seen:
                     self.counts.dropped += 1
                     _drop((entry,))
@@ -375,7 +382,7 @@ class ChannelIndex:
                 seen.add(entry.id)
             if entry.tombstone:
                 self.counts.tombstones += 1
-            self._remaining[entry.iteration] = self._remaining.get(entry.iteration, 0) + 1
+            remaining[iteration] = remaining.get(iteration, 0) + 1
             fresh.append(entry)
         self.counts.put += len(fresh)
         return fresh

@@ -52,6 +52,7 @@ class Lease:
     def __init__(
         self,
         connection: Connection,
+        unpickles: bool,
         device: str | None,
         id: str,
         key: str,
@@ -70,10 +71,12 @@ class Lease:
         self.tombstone = tombstone
         self.number = number
         self._device = device
-        self._unpickles = connection.unpickles
+        self._unpickles = unpickles
         self._data: bytes | Bytes | None = None
         self._item: Tree = None
-        if not isinstance(payload, bytes) and is_reference(payload):
+        if isinstance(payload, bytes):
+            self._data = payload
+        elif is_reference(payload):
             self._item = referenced(payload).tree
         else:
             self._data = connection.open(payload)
@@ -176,7 +179,8 @@ class Asked:
         if not response.HasField("items"):
             return []
         connection = self._connection
-        return [Lease(connection, self._device, *row) for row in rows(response.items)]
+        unpickles, device = connection.unpickles, self._device
+        return [Lease(connection, unpickles, device, *row) for row in rows(response.items)]
 
     def _parse(self, body: bytes) -> comm_pb2.ChannelResponse:
         response = comm_pb2.ChannelResponse.FromString(body)

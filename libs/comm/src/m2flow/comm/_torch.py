@@ -75,9 +75,19 @@ def flat(tensor: Any) -> Any:
     return dense.reshape(-1).view(torch.uint8) if dense.numel() else dense.new_empty(0, dtype=torch.uint8)
 
 
-def on_gpu(flat: Any) -> bool:
+def raw(tensor: Any) -> Any:
+    """Returns what `flat` does, as an array where the tensor lies on the host."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if on_gpu(dense):
+        return flat(dense)
+    if not dense.ndim or not dense.numel():
+        return flat(dense).numpy()
+    return dense.view(sys.modules["torch"].uint8).numpy().reshape(-1)
+
+
+def on_gpu(tensor: Any) -> bool:
     """Says whether a tensor lies where only a copy brings it to the host."""
-    return not flat.is_cpu
+    return not tensor.is_cpu
 
 
 def copy_into(flat: Any, target: npt.NDArray[np.uint8]) -> None:
@@ -101,7 +111,8 @@ def to_bytes(tensor: Any) -> tuple[int, tuple[int, ...], npt.NDArray[np.uint8]]:
 
     Raises PayloadError like `code_of`.
     """
-    return code_of(tensor), tuple(tensor.shape), flat(tensor).cpu().numpy()
+    found = raw(tensor)
+    return code_of(tensor), tuple(tensor.shape), found if isinstance(found, np.ndarray) else found.cpu().numpy()
 
 
 def item_size(code: int) -> int:

@@ -168,10 +168,10 @@ class TreeWriter:
             self.out += _TAG_U32.pack(b"L", len(self.lifted))
             self.lifted.append(value)
             return
-        code, flat, shape = _torch.code_of(value), _torch.flat(value), value.shape
+        code, shape = _torch.code_of(value), value.shape
         self.out += struct.pack(f"<cBB{len(shape)}Q", b"T", code, len(shape), *shape)
         # From a GPU it is copied once, when it is written.
-        self.parts.append(flat if _torch.on_gpu(flat) else flat.numpy())
+        self.parts.append(_torch.raw(value))
 
     def _pickled(self, value: Pickled) -> None:
         try:

@@ -6,7 +6,7 @@ search, and a view that runs empty leaves nothing behind.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -88,21 +88,31 @@ class Queue(Generic[E]):
         """Returns every queued entry, in order."""
         return [self._entries[order] for order in sorted(self._entries)]
 
-    def append(self, entries: Iterable[E]) -> None:
+    def append(self, entries: Sequence[E]) -> None:
         """Adds entries whose orders are the newest."""
-        shapes = self._shapes
         for entry in entries:
             self._entries[entry.order] = entry
             self.weight += entry.weight
-            filters = entry.filters
-            for shape in shapes:
-                if shape < len(filters):
-                    self._add(filters[shape], entry)
+        for shape in self._shapes:
+            wanted, view = None, View[E]()
+            for entry in entries:
+                if shape >= len(entry.filters):
+                    continue
+                # Those of one message mostly go to one view.
+                if entry.filters[shape] is not wanted:
+                    wanted = entry.filters[shape]
+                    view = self._view(wanted)
+                view.entries[entry.order] = entry
+                view.weight += entry.weight
 
-    def _add(self, wanted: Filter, entry: E) -> None:
+    def _view(self, wanted: Filter) -> View[E]:
         view = self._views.get(wanted)
         if view is None:
             view = self._views[wanted] = View()
+        return view
+
+    def _add(self, wanted: Filter, entry: E) -> None:
+        view = self._view(wanted)
         view.entries[entry.order] = entry
         view.weight += entry.weight
 
@@ -113,7 +123,7 @@ class Queue(Generic[E]):
             self.weight += entry.weight
             for shape in self._shapes:
                 for wanted in entry.filters[shape : shape + 1]:
-                    self._views.setdefault(wanted, View()).restore(entry)
+                    self._view(wanted).restore(entry)
 
     def remove(self, entries: Iterable[E]) -> None:
         """Takes entries out of all their views."""

@@ -17,7 +17,7 @@ import numpy as np
 from m2flow.comm import _torch
 from m2flow.comm._changes import Changes, changed
 from m2flow.comm.errors import CommError, PayloadError
-from m2flow.comm.payload import Tree
+from m2flow.comm.payload import Tree, encode
 from m2flow.comm.resharding import Box, Piece, cover
 from m2flow.comm.weights import SERVICE, WeightReader, digest, read_layout
 
@@ -96,7 +96,7 @@ class WeightReceiver:
         self._bases: dict[str, tuple[int, dict[tuple[str, Box], Tree]]] = {}
         self._moved_bytes = 0
         # What covers what, for as long as the sources' layouts stay as they are.
-        self._planned: tuple[Layouts, Plan] | None = None
+        self._planned: tuple[bytes, Plan, dict[str, dict[str, Box]]] | None = None
         self._prepared: tuple[int, dict[str, _Part]] | None = None
 
     def prepare(self, version: int, *, timeout_s: float | None = None) -> Prepared:
@@ -157,7 +157,7 @@ class WeightReceiver:
                 raise ValueError(f"commit_into: {name!r} has shape {tuple(target.shape)}, want {part.box.shape}")
             own = target.detach() if _torch.is_tensor(target) else target
             for box, array in part.pieces:
-                own[box.slices(part.box)] = array
+                own[... if box == part.box else box.slices(part.box)] = array
         return self._end(version)
 
     def stream(self, version: int, load: Load, *, timeout_s: float | None = None) -> int:
@@ -201,18 +201,20 @@ class WeightReceiver:
         self, version: int, timeout_s: float | None, mapped: Mapping[str, Tree]
     ) -> tuple[Plan, dict[str, dict[str, Box]]]:
         """What covers each wanted box, and the boxes that each source has; of those `mapped` it is not asked for."""
-        layouts = {}
+        packed = {}
         for source in self._sources:
             if source in mapped:
-                packed = mapped[source]["layout"]
+                packed[source] = mapped[source]["layout"]
             else:
-                packed = self._caller.request(source, SERVICE, "layout", (self._name, version), timeout_s=timeout_s)
-            layouts[source] = read_layout(packed)
-        if self._planned is None or self._planned[0] != layouts:
+                args = (self._name, version)
+                packed[source] = self._caller.request(source, SERVICE, "layout", args, timeout_s=timeout_s)
+        spelt = encode(packed).to_bytes()
+        if self._planned is None or self._planned[0] != spelt:
+            layouts = {source: read_layout(layout) for source, layout in packed.items()}
             plan = {name: cover_named(name, box, layouts) for name, box in self._boxes(layouts).items()}
-            self._planned = layouts, plan
-        shards = {source: {name: box for name, (box, _) in layout.items()} for source, layout in layouts.items()}
-        return self._planned[1], shards
+            shards = {source: {name: box for name, (box, _) in layout.items()} for source, layout in layouts.items()}
+            self._planned = spelt, plan, shards
+        return self._planned[1:]
 
     def _check(self, version: int, source: str, name: str, array: Tree, expected: int) -> None:
         if digest(array) != expected:

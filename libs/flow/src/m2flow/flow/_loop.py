@@ -128,7 +128,7 @@ class StageLoop:
         if not self._held:
             self._enter()
             self._complete(chunk)
-        sender = Sender(self._unit.sender, lambda items: self._put(items, chunk))
+        sender = Sender(self._unit.sender, lambda items, timeout_s: self._put(items, chunk, timeout_s))
         self._run(chunk, sender)
         self._flush(sender)
         if not self._stage.hold:
@@ -156,7 +156,7 @@ class StageLoop:
         if stage.lag >= 0:
             unit.await_weights(stage.name, self._iteration, self._iteration - stage.lag)
         self._turn = unit.enter(stage, self._group, self._iteration)
-        self._held = True
+        self._held = stage.locked
 
     def _leave(self) -> None:
         self._held = False
@@ -167,8 +167,12 @@ class StageLoop:
         self._num_chunks += 1
         name, unit = self._stage.name, self._unit
         with unit.running(name, self._iteration) as span:
-            given = self._pulled(chunk) if self._pulls else self._checked(self._method(list(chunk.items)))
-            outputs = sender.send(unit.recorder.noting(span, given))
+            made = self._pulled(chunk) if self._pulls else self._method(list(chunk.items))
+            given = unit.recorder.noting(span, self._checked(made))
+            if isinstance(made, list):
+                sender.keep(outputs := list(given))
+            else:
+                outputs = sender.send(given)
             span.items = len(chunk.items)
             span.tokens = num_tokens(chunk.items, outputs)
             span.inputs.extend(chunk.inputs)
@@ -211,17 +215,17 @@ class StageLoop:
     def _flush(self, sender: Sender) -> None:
         """Waits until the outputs have been put; gives the turn up where they find no room."""
         with self._unit.recorder.span(pb.SPAN_KIND_WAIT_OUTPUT, self._stage.name, self._iteration, _PUT_NS):
-            if self._stage.locked and self._held:
+            if self._held:
                 try:
                     sender.finish(_GRACE_S)
                 except TimeoutError:
                     self._leave()
             sender.finish()
 
-    def _put(self, items: list[Item], chunk: Chunk) -> None:
+    def _put(self, items: list[Item], chunk: Chunk, timeout_s: float | None = None) -> None:
         rounds = [chunk.round_of(item) for item in items]
         self._inbox.sent(items)
-        self._outlet.put(items, rounds, self._iteration)
+        self._outlet.put(items, rounds, self._iteration, timeout_s=timeout_s)
 
     def _checked(self, made: object) -> Iterator[Item]:
         if not isinstance(made, Iterable):

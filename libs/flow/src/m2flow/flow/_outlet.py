@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from m2flow.comm import Channel, Endpoint, Put
 from m2flow.flow._mail import ENTERED, gate_channel, inbox_channel, key_of, make_id
+from m2flow.flow.glue import Filter
 from m2flow.flow.microflow import DRIVER, MicroFlow, MicroStage
 from m2flow.worker import Item
 
@@ -38,8 +39,10 @@ class Outlet:
         self._endpoint = endpoint
         self._takers: list[tuple[MicroStage, int]] = []
         self._channels = []
+        self._sieves: list[Filter | None] = []
         for taker in flow.takers(stage):
             self._takers.append((taker, len(flow.endpoints(taker.name))))
+            self._sieves.append(next((Filter(op) for op in taker.inbox.sieves if stage in op.inputs), None))
             self._channels.append(endpoint.channel(inbox_channel(flow.generation, taker.name), host=DRIVER))
         self._gates = [
             (endpoint.channel(gate_channel(flow.generation, later.name), host=DRIVER), later.after)
@@ -47,21 +50,27 @@ class Outlet:
             if stage in later.after
         ]
 
-    def put(self, items: Sequence[Item], rounds: Sequence[int], iteration: int) -> None:
-        """Puts items, each with the number of its round in a loop. Blocks while an inbox is full."""
-        for (taker, num_ranks), channel in zip(self._takers, self._channels, strict=True):
+    def put(
+        self, items: Sequence[Item], rounds: Sequence[int], iteration: int, *, timeout_s: float | None = None
+    ) -> None:
+        """Puts items, each with the number of its round in a loop. Blocks while an inbox is full.
+
+        Raises TimeoutError after `timeout_s` seconds of that: then all of them may be put again.
+        """
+        for (taker, num_ranks), channel, sieve in zip(self._takers, self._channels, self._sieves, strict=True):
             back = int(self._stage in taker.inbox.feedback)
             puts = [
                 Put(
-                    item=item,
+                    item=sent,
                     id=make_id(self._stage, item, round_ + back),
                     iteration=iteration,
                     key=key_of(item, num_ranks, taker.inbox.routed),
                 )
                 for item, round_ in zip(items, rounds, strict=True)
+                for sent in (sieve.push(item, self._stage) if sieve else [item])
             ]
             if puts:
-                channel.put_many(puts)
+                channel.put_many(puts, timeout_s=timeout_s)
 
     def end(self, iteration: int) -> None:
         """Says that this process has put all of an iteration, to inboxes and to whoever comes after."""

@@ -1,7 +1,8 @@
 """Sends a generator's items while it goes on: a stage that yields is not kept waiting for each item's answer.
 
 Items that gather while a message is under way go with the next one, and items that come together go together: a
-consumer that takes what has arrived would else begin with the first of them alone.
+consumer that takes what has arrived would else begin with the first of them alone. What a stage gives as a list is one
+message, which the stage's own thread puts when the stage has returned: nothing is to be done meanwhile.
 """
 
 import threading
@@ -17,8 +18,11 @@ _TOGETHER_S = 0.001
 class Sender:
     """Takes the items of one call of a stage, in order."""
 
-    def __init__(self, executor: Executor, put: Callable[[list[Item]], None]) -> None:
-        """`put` sends a message and may block; it runs on `executor`, one message at a time."""
+    def __init__(self, executor: Executor, put: Callable[[list[Item], float | None], None]) -> None:
+        """`put` sends a message and may block, for so many seconds at most; then it may be called again for it.
+
+        A generator's messages go out on `executor`, one at a time.
+        """
         self._executor = executor
         self._put = put
         self._mutex = threading.Lock()
@@ -26,6 +30,11 @@ class Sender:
         self._busy = False
         self._under_way: Future[None] | None = None
         self._all_here = threading.Event()
+        self._whole: list[Item] = []
+
+    def keep(self, items: list[Item]) -> None:
+        """Takes items that `finish` is to put, all together."""
+        self._whole = items
 
     def send(self, items: Iterable[Item]) -> list[Item]:
         """Takes items as they come and returns them all, some of them still on their way. Raises what `put` raised."""
@@ -46,6 +55,9 @@ class Sender:
         """Waits until everything has been put. Blocks; raises what `put` raised, TimeoutError after `timeout_s`."""
         if self._under_way is not None:
             self._under_way.result(timeout_s)
+        if self._whole:
+            self._put(self._whole, timeout_s)
+            self._whole = []
 
     def _send_waiting(self) -> None:
         self._all_here.wait(_TOGETHER_S)
@@ -55,4 +67,4 @@ class Sender:
                 if not batch:
                     self._busy = False
                     return
-            self._put(batch)
+            self._put(batch, None)

@@ -42,12 +42,14 @@ class Inbox:
     `ports` are the far producers, `feedback` those of them that send items round again; `head` is the operation or the
     producer whose items the stage takes; `window` is the order that they come in. In a `routed` inbox an item goes to
     the rank that its source position names, so that what must meet meets. `capacity` 0 is without bound, and so is
-    `in_flight`: how many items of one rank are in the loop that begins here.
+    `in_flight`: how many items of one rank are in the loop that begins here. `sieves` are filters that the producers
+    run themselves, each what one of them gives: what fails is not sent.
     """
 
     ports: tuple[str, ...]
     head: str
     ops: tuple[Op, ...] = ()
+    sieves: tuple[Op, ...] = ()
     feedback: tuple[str, ...] = ()
     window: int = 0
     epochs: int = 1
@@ -190,7 +192,8 @@ def unpack(packed: bytes) -> MicroFlow:
 def _describe(flow: MicroFlow, stage: MicroStage) -> str:
     words = []
     if stage.inbox.ports:
-        path = " + ".join(stage.inbox.ports)
+        sifted = {op.inputs[0]: f" ({op.name})" for op in stage.inbox.sieves}
+        path = " + ".join(f"{port}{sifted.get(port, '')}" for port in stage.inbox.ports)
         words.append(f"<- {path}" + "".join(f" | {op.name}" for op in stage.inbox.ops))
     if stage.group and flow.groups:
         group = flow.group(stage.group)

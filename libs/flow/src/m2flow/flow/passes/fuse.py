@@ -4,7 +4,8 @@
     after    reward.score -> actor.train (gather | map)               one channel; glue runs at its consumer
 
 Glue that several stages consume is run by each of them: it is pure, and cheaper than a process and a copy. The first of
-them counts what is lost in it.
+them counts what is lost in it. A filter in front of all other glue goes on to whoever produces for it: what it drops is
+not sent.
 """
 
 from dataclasses import replace
@@ -22,7 +23,7 @@ def fuse(flow: MicroFlow, graph: Graph, plan: pb.ExecutionPlan) -> MicroFlow:
     kept: list[MicroStage] = []
     counted: set[str] = set()
     for stage in (stage for stage in flow.stages if stage.name not in glue):
-        inbox = _absorb(stage.inbox, glue)
+        inbox = _sifted(_absorb(stage.inbox, glue))
         ops = tuple(replace(op, counts=op.name not in counted) for op in inbox.ops)
         counted |= {op.name for op in ops}
         kept.append(replace(stage, inbox=replace(inbox, ops=ops)))
@@ -53,3 +54,21 @@ def _absorb(inbox: Inbox, glue: dict[str, MicroStage]) -> Inbox:
         feedback=tuple(dict.fromkeys(feedback)),
         ops=(*ops, *inbox.ops),
     )
+
+
+def _sifted(inbox: Inbox) -> Inbox:
+    """The inbox without the filters that its producers can run: each alone takes all that one of them gives."""
+    fed = [port for op in inbox.ops for port in op.inputs]
+    sieves = {
+        op.name: op
+        for op in inbox.ops
+        if op.kind == "filter" and op.inputs[0] in inbox.ports and fed.count(op.inputs[0]) == 1
+    }
+
+    def source(name: str) -> str:
+        return sieves[name].inputs[0] if name in sieves else name
+
+    ops = tuple(
+        replace(op, inputs=tuple(source(name) for name in op.inputs)) for op in inbox.ops if op.name not in sieves
+    )
+    return replace(inbox, ops=ops, head=source(inbox.head), sieves=tuple(sieves.values()))

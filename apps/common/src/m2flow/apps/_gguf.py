@@ -37,6 +37,7 @@ def convert(gguf: Path, directory: Path) -> None:
 
 
 def _end_with_parent() -> None:
+    """Ends this process when its standard input does: the parent holds the other end, however it dies."""
     while os.read(0, 1):
         pass
     os._exit(1)

@@ -244,18 +244,11 @@ class Fabric:
     def _take(self, connection: Connection, kind: Kind, request_id: int, body: bytes, fd: int | None) -> bool:
         """Deals with a frame on a thread that waits, if any thread may; says whether it did."""
         try:
-            if kind is Kind.REPLY:
-                connection.answered(request_id, body)
-            elif kind is Kind.SEGMENT:
-                assert fd is not None
-                connection.on_segment(body, fd)
-            elif kind is Kind.RELEASE:
-                connection.on_release(body)
-            else:
-                return kind is Kind.CALL and self._on_prompt_call(connection, request_id, body)
+            if kind is Kind.CALL:
+                return self._on_prompt_call(connection, request_id, body)
+            return self._took(connection, kind, request_id, body, fd)
         except DecodeError as error:
             raise _no_message(kind, error) from error
-        return True
 
     def _frame(self, connection: Connection, kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
         try:
@@ -263,13 +256,8 @@ class Fabric:
                 self._first_frame(connection, kind, body)
             elif (handler := self._on_frame.get(kind)) is not None:
                 handler(connection, request_id, body)
-            elif kind is Kind.REPLY:
-                connection.answered(request_id, body)
-            elif kind is Kind.SEGMENT:
-                assert fd is not None
-                connection.on_segment(body, fd)
-            elif kind is Kind.RELEASE:
-                connection.on_release(body)
+            elif self._took(connection, kind, request_id, body, fd):
+                pass
             elif kind is Kind.RETIRE:
                 connection.on_retire(body)
             elif kind is Kind.GOODBYE:
@@ -279,6 +267,19 @@ class Fabric:
                 raise ProtocolError(f"got a {kind.name} frame in mid-conversation")
         except DecodeError as error:
             raise _no_message(kind, error) from error
+
+    def _took(self, connection: Connection, kind: Kind, request_id: int, body: bytes, fd: int | None) -> bool:
+        """Gives the connection a frame that any thread may give it; says whether this is one."""
+        if kind is Kind.REPLY:
+            connection.answered(request_id, body)
+        elif kind is Kind.SEGMENT:
+            assert fd is not None
+            connection.on_segment(body, fd)
+        elif kind is Kind.RELEASE:
+            connection.on_release(body)
+        else:
+            return False
+        return True
 
     def _first_frame(self, connection: Connection, kind: Kind, body: bytes) -> None:
         if kind is Kind.REFUSAL:

@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(worker: Any, *, rank: int = 0, world_size: int = 1) -> Any:
-    worker.context = SimpleNamespace(rank=rank, world_size=world_size)
+    worker.context = SimpleNamespace(rank=rank, world_size=world_size, compute_in_one_thread=lambda: None)
     worker.setup()
     return worker
 

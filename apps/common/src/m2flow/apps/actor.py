@@ -40,8 +40,8 @@ class ActorConfig:
     correction, max_weight: for samples of older weights, see `PolicyLossConfig`.
     temperature: the sampler's.
     imitate_until, imitate_max_steps: of a supervised stage, see `Imitation`.
-    deterministic: a minibatch's gradients are accumulated when it is whole, in source order: the same bits however its
-      groups arrive, and no pass before its last group is there.
+    deterministic: a minibatch's gradients are accumulated when it is whole, in source order and in one thread: the same
+      bits however its groups arrive and on however many cores, and no pass before its last group is there.
     resume: directory that `save_checkpoint` wrote, which then takes the place of `model`; or empty.
     """
 
@@ -74,6 +74,8 @@ class ActorWorker(Worker):
         """Loads the model, and a checkpoint's state where there is one: seconds."""
         keep_freed_pages()
         self._config = config = ActorConfig(**{**self.config, "betas": tuple(self.config.get("betas", (0.9, 0.95)))})
+        if config.deterministic:
+            self.context.compute_in_one_thread()
         optimizer = AdamWConfig(config.lr, config.betas, 1e-8, config.weight_decay, config.max_grad_norm)
         self._engine = TorchTrainerEngine(
             TorchTrainerConfig(self._directory, optimizer, config.microbatch_tokens, config.temperature)

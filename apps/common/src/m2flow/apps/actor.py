@@ -287,6 +287,7 @@ def _receipt(group: Item, worked_tokens: int, metrics: Metrics) -> Item:
             "fed": [len(member.fields["completion_ids"]) - _num_own(member) for member in members],
             "clipped": [member.fields["finish_reason"] == "length" for member in members],
             "counts": [dict(member.fields.get("counts", {})) for member in members],
+            "parts": [dict(member.fields.get("reward_parts", {})) for member in members],
             "worked_tokens": worked_tokens,
             "metrics": metrics,
         },

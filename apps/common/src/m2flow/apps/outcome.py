@@ -18,7 +18,8 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
     """Returns the outcome of the groups that an actor gave back; the metrics of several optimiser steps are averaged.
 
     `groups/all_equal` counts the groups whose rewards are all the same, which teach nothing. Lengths are of the
-    policy's own tokens. What samples counted themselves (`counts`, by name) is summed.
+    policy's own tokens. What samples counted themselves (`counts`, by name) is summed; `reward/NAME` is the mean of
+    that part of a reward over the samples that have it.
     `staleness` is how many updates a sample's weights were behind those that its step began to train.
     """
     by_seq = {receipt.seq: receipt for receipt in receipts}  # epochs give a receipt each
@@ -33,6 +34,10 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
     for group in groups:
         for counted in group["counts"]:
             counts.update(counted)
+    parts: dict[str, list[float]] = defaultdict(list)
+    for named in [named for group in groups for named in group["parts"]]:
+        for name, value in named.items():
+            parts[name].append(value)
     metrics = {
         "critic/score/mean": _mean(rewards),
         "critic/score/max": max(rewards),
@@ -47,6 +52,7 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
         "staleness/max": float(max(ages)),
         "tokens": float(given + sum(lengths)),
         **{name: float(count) for name, count in counts.items()},
+        **{f"reward/{name}": _mean(values) for name, values in parts.items()},
     }
     steps: dict[str, list[float]] = defaultdict(list)
     for receipt in receipts:

@@ -45,6 +45,8 @@ def fold_spans(
     stages = {s.name: s for s in graph.stages}
     looped = {stage for node in reduce_graph(graph).nodes if node.cyclic for stage in node.stages}
     devices = {g.group: len(g.device_ids) for g in plan.groups}
+    heads = {(s.producer, s.consumer) for s in graph.streams if s.feedback}
+    room = {e.consumer: e.capacity for e in plan.edges if (e.producer, e.consumer) in heads}
     busy: dict[tuple[str, int], list[flow_pb2.Span]] = {}
     waits: dict[tuple[str, int], list[flow_pb2.Span]] = {}
     moves: dict[tuple[str, int], list[flow_pb2.Span]] = {}
@@ -65,7 +67,8 @@ def fold_spans(
             continue
         num_devices = devices.get(stages[stage].group, 0) or 1
         if stage in looped:
-            items, samples = loop_stage(stage, spans, out[iteration], num_devices)
+            in_flight = -(-room.get(stage, 0) // len({span.rank for span in spans}))
+            items, samples = loop_stage(stage, spans, out[iteration], num_devices, in_flight)
             _replace(folded.loop_items, [items], ("stage",))
         else:
             samples = _samples(stage, spans, num_devices)

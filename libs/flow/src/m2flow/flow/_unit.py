@@ -88,7 +88,8 @@ class Unit:
         return self._version
 
     def stop(self) -> None:
-        """Wakes whoever waits here."""
+        """Wakes whoever waits here, and gives back the devices."""
+        self._lock.close()
         self.sender.shutdown(wait=False)
         with self._weights:
             self._stopped = True

@@ -164,9 +164,9 @@ def test_every_launcher_gives_the_same(model: Path, tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("chunks", [2, 8] if PROOFS else [2])
-def test_deterministic_minibatches_give_the_same_bits(model: Path, tmp_path: Path, chunks: int) -> None:
-    """All groups at once, one at a time, and side by side with what samples them."""
-    want = run(model, on_one, tmp_path / "first", "deterministic=true")
+def test_deterministic_runs_give_the_same_bits(model: Path, tmp_path: Path, chunks: int) -> None:
+    """All groups at once on two cores, one at a time on one, and side by side with what samples them."""
+    want = run(model, temporal_plan, tmp_path / "first", "deterministic=true")
     for make_plan in (partial(on_one, size=1), partial(spatial_plan, num_chunks=chunks)):
         got = run(model, make_plan, tmp_path / "other", "deterministic=true")
         assert num_other(want, got) == 0

@@ -20,11 +20,29 @@ def overlap(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float
     return sum(max(0.0, min(e, f) - max(s, t)) for (s, e), (t, f) in itertools.product(a, b))
 
 
-def test_temporal_and_spatial_sample_the_same(temporal, spatial) -> None:
+def outcomes(run, step: int) -> list[tuple[str, float]]:
+    """Completion and reward of each sample of a step, in source order."""
+    return [(sample["completion"], sample["reward"]) for sample in run.samples(step)]
+
+
+def assert_nearly_the_same(one, other) -> None:
+    """The first step's samples are equal. From then on weights differ by rounding, as their sums go over another number
+    of threads, and so may a draw between two tokens that are as good as tied: 5% of a step at most."""
+    assert outcomes(one, 1) == outcomes(other, 1)
+    for step in (2, 3):
+        pairs = list(zip(outcomes(one, step), outcomes(other, step), strict=True))
+        assert sum(a != b for a, b in pairs) <= 0.05 * len(pairs), step
+
+
+def test_temporal_and_spatial_sample_the_same(train) -> None:
+    words = ("deterministic=true", "num_steps=3", "evaluation.every=3", "evaluation.num_problems=4")
+    temporal, spatial = (train(f"plan={plan}", *words) for plan in ("temporal", "spatial"))
     for step in (1, 2, 3):
-        one, other = temporal.samples(step), spatial.samples(step)
-        assert [s["completion"] for s in one] == [s["completion"] for s in other], step
-        assert [s["reward"] for s in one] == [s["reward"] for s in other], step
+        assert outcomes(temporal, step) == outcomes(spatial, step), step
+
+
+def test_without_deterministic_they_sample_the_same_but_for_ties(temporal, spatial) -> None:
+    assert_nearly_the_same(temporal, spatial)
 
 
 def test_in_bfloat16_what_differs_is_counted_and_printed(train, capsys) -> None:
@@ -82,5 +100,4 @@ def test_auto_shows_predicted_beside_measured(auto) -> None:
 
 
 def test_auto_samples_the_same_too(temporal, auto) -> None:
-    for step in (1, 2, 3):
-        assert [s["completion"] for s in auto.samples(step)] == [s["completion"] for s in temporal.samples(step)], step
+    assert_nearly_the_same(temporal, auto)

@@ -12,14 +12,17 @@ def ask(flow: Flow, probe: StageProxy) -> Stream:
 
 
 @pytest.mark.medium
-def test_a_stage_shares_no_product_with_threads_that_have_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("one_thread", [False, True])
+def test_a_stage_shares_no_product_with_threads_that_have_no_core(
+    monkeypatch: pytest.MonkeyPatch, one_thread: bool
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # what a thread has that was told nothing
     cluster = Cluster.local(1)
-    graph = trace(ask, {"probe": TorchProbe.group(name="probe")}, source_items=1)
+    graph = trace(ask, {"probe": TorchProbe.group({"one_thread": one_thread}, name="probe")}, source_items=1)
     with (
         launch_run(cluster, launcher="process") as session,
         Runtime(graph, temporal_plan(graph, cluster), session) as runtime,
     ):
         runtime.start()
         (answer,) = runtime.run(0, [Item((0,), 0)]).outputs
-    assert answer.fields["omp_threads"] == len(cluster.devices[0].cores)
+    assert answer.fields["omp_threads"] == (1 if one_thread else len(cluster.devices[0].cores))

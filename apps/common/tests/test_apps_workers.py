@@ -30,7 +30,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(worker: Any, *, rank: int = 0, world_size: int = 1) -> Any:
-    worker.context = SimpleNamespace(rank=rank, world_size=world_size, safe_point=lambda: None)
+    nothing = {name: lambda: None for name in ("safe_point", "compute_in_one_thread")}
+    worker.context = SimpleNamespace(rank=rank, world_size=world_size, **nothing)
     worker.setup()
     return worker
 
@@ -271,7 +272,9 @@ def test_the_supervised_stage_makes_examples_likelier_and_ends_by_sampled_succes
     outcomes = [measure(learner.train(failed)) for _ in range(3)]
     learner.save_checkpoint(str(tmp_path))
     resumed = actor(model, imitate_until=0.5, imitate_max_steps=9, resume=str(tmp_path))
-    outcomes.append(measure(resumed.train(well)))  # the step that finds out that it was enough is the last
+    receipts = resumed.train(well)  # the step that finds out that it was enough is the last
+    assert [receipt.fields["worked_tokens"] for receipt in receipts] == [len(EXAMPLE["example_ids"])] * 4
+    outcomes.append(measure(receipts))
     after = measure(resumed.train(graded(samples, odd)))
     losses = [outcome.metrics["supervised/nll"] for outcome in outcomes]
     assert losses == sorted(losses, reverse=True)

@@ -49,8 +49,8 @@ class ActorConfig:
     max_age: a sample with a token whose weights were more updates behind does not teach; "any": all do.
     temperature: the sampler's.
     imitate_until, imitate_max_steps: of a supervised stage, see `Imitation`.
-    deterministic: a minibatch's gradients are accumulated when it is whole, in source order: the same bits however its
-      groups arrive, and no pass before its last group is there.
+    deterministic: a minibatch's gradients are accumulated when it is whole, in source order and in one thread: the same
+      bits however its groups arrive and on however many cores, and no pass before its last group is there.
     resume: directory that `save_checkpoint` wrote, which then takes the place of `model`; or empty.
     """
 
@@ -84,6 +84,8 @@ class ActorWorker(Worker):
         """Loads the model, and a checkpoint's state where there is one: seconds."""
         keep_freed_pages()
         self._config = config = ActorConfig(**{**self.config, "betas": tuple(self.config.get("betas", (0.9, 0.95)))})
+        if config.deterministic:
+            self.context.compute_in_one_thread()
         optimizer = AdamWConfig(config.lr, config.betas, 1e-8, config.weight_decay, config.max_grad_norm)
         self._engine = TorchTrainerEngine(
             TorchTrainerConfig(self._directory, optimizer, config.microbatch_tokens, config.temperature)
@@ -124,9 +126,10 @@ class ActorWorker(Worker):
             if not self._minibatch.continues(place, groups):
                 self._step()
             self._take(place, groups)
+            worked = [self._worked_tokens(group) for group in groups]
             whole = len(self._minibatch.seen) == self._config.groups_per_minibatch
-            metrics = self._step() if whole else {}
-            receipts += [self._receipt(group, metrics if group is groups[-1] else {}) for group in groups]
+            metrics = [*[{}] * (len(groups) - 1), self._step() if whole else {}]
+            receipts += [self._receipt(*group) for group in zip(groups, worked, metrics, strict=True)]
         return receipts
 
     def named_weights(self) -> Mapping[str, Tensor]:
@@ -191,7 +194,7 @@ class ActorWorker(Worker):
         oldest = self._config.max_age
         return [sample for sample in graded_samples(group) if oldest == "any" or sample.age <= oldest]
 
-    def _receipt(self, group: Item, metrics: Metrics) -> Item:
+    def _receipt(self, group: Item, worked_tokens: int, metrics: Metrics) -> Item:
         """A group for the driver: what people and metrics need of it, without its tokens."""
         members = group.members
         first = members[0].fields
@@ -210,7 +213,7 @@ class ActorWorker(Worker):
                 "fed": [len(member.fields["completion_ids"]) - _num_own(member) for member in members],
                 "clipped": [member.fields["finish_reason"] == "length" for member in members],
                 "counts": [dict(member.fields.get("counts", {})) for member in members],
-                "worked_tokens": sum(len(m.fields["completion_ids"]) for m in members) if _teaches(group) else 0,
+                "worked_tokens": worked_tokens,
                 "metrics": metrics,
             },
         )
@@ -220,6 +223,12 @@ class ActorWorker(Worker):
             return 0.0, {}
         sums = self._engine.accumulate([worked_example(group) for group in groups], imitation_loss)
         return sums["tokens"], sums
+
+    def _worked_tokens(self, group: Item) -> int:
+        """The tokens that have a gradient, of the samples or of the worked example in their place."""
+        if self._imitation.is_on:
+            return len(group.members[0].fields["example_ids"])
+        return sum(len(one.sample.completion_ids) for one in self._fresh(group)) if _teaches(group) else 0
 
     def _step(self) -> Metrics:
         """Takes the optimiser step of the minibatch at hand, if any; returns its metrics."""

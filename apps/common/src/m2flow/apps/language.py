@@ -68,7 +68,9 @@ class LanguageModelConfig(TrainingConfig):
     minibatch_size: int = setting(64, "samples per optimiser step, over all ranks", low=1)
     num_epochs: int = setting(1, "passes over one iteration's samples", low=1)
     microbatch_tokens: int = setting(4096, "padded tokens per forward and backward on one rank: memory only", low=1)
-    deterministic: bool = setting(False, "accumulate whole minibatches, in source order: the same bits under any plan")
+    deterministic: bool = setting(
+        False, "whole minibatches, in source order, in one thread: the same bits under any plan"
+    )
     model: ModelConfig = ModelConfig()
     sampling: SamplingConfig = SamplingConfig()
     loss: LossConfig = LossConfig()

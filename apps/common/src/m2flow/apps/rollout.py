@@ -29,6 +29,7 @@ class RolloutConfig:
     stop: characters that end a completion: the first token whose text has one of them, or the end-of-sequence token.
     seed: the run's; with iteration, place and index it seeds each sample.
     dtype: precision of generation, or "auto".
+    deterministic: computes in one thread: the same bits on however many cores.
     """
 
     model: str
@@ -39,6 +40,7 @@ class RolloutConfig:
     stop: tuple[str, ...] = ("\n",)
     seed: int = 0
     dtype: str = "float32"
+    deterministic: bool = False
 
 
 def rollout_group(config: LanguageModelConfig, weights: Path) -> GroupSpec:
@@ -51,6 +53,7 @@ def rollout_group(config: LanguageModelConfig, weights: Path) -> GroupSpec:
         "stop": list(config.sampling.stop),
         "seed": config.seed,
         "dtype": config.model.rollout_dtype,
+        "deterministic": config.deterministic,
     }
     return RolloutWorker.group(settings, name="rollout", devices_per_rank=None)
 
@@ -65,6 +68,8 @@ class RolloutWorker(Worker):
         keep_freed_pages()
         config = RolloutConfig(**{**self.config, "stop": tuple(self.config.get("stop", ("\n",)))})
         self._config = config
+        if config.deterministic:
+            self.context.compute_in_one_thread()
         self._tokenizer: Any = AutoTokenizer.from_pretrained(Path(config.model), local_files_only=True)
         self._engine = TorchRolloutEngine(TorchRolloutConfig(config.model, dtype=config.dtype))
         self._stop_token_ids = self._stop_tokens()

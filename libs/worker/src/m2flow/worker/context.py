@@ -31,8 +31,9 @@ class WorkerContext:
     worker's own methods runs; an attached object takes it to run the worker's stages.
     `open_endpoint` opens another, of another name, for who closes it. `host` is where other machines reach this one,
     empty in a run of one machine.
-    `attempt` counts how often this rank was started before. A stage calls `safe_point` between two steps of its work,
-    where its weights may be changed: flow does so where newer ones have come and the plan lets samples be stale.
+    `attempt` counts how often this rank was started before. `torch_threads` is how many threads torch gets; 0: one a
+    core. A stage calls `safe_point` between two steps of its work, where its weights may be changed: flow does so where
+    newer ones have come and the plan lets samples be stale.
     """
 
     group: str
@@ -44,6 +45,7 @@ class WorkerContext:
     open_endpoint: Callable[[str], Endpoint]
     host: str = ""
     attempt: int = 0
+    torch_threads: int = 0
     safe_point: Callable[[], None] = _nothing
     turn: threading.RLock = field(default_factory=threading.RLock)
     _timers: _Timers = field(default_factory=_Timers)
@@ -54,15 +56,20 @@ class WorkerContext:
         return tuple(device.id for device in self.devices)
 
     def match_torch_threads(self) -> None:
-        """Gives torch as many threads as the worker has cores, for work of the calling thread.
+        """Gives torch as many threads as the worker has cores, or `torch_threads`, for work of the calling thread.
 
         MKL keeps the number by thread: on a thread that was never told, a small product is shared with threads that
         have no core to run on, and waits for them, for ten milliseconds. Nothing here imports torch.
         """
         torch = sys.modules.get("torch")
-        num_cores = sum(len(device.cores) for device in self.devices)
-        if torch is not None and num_cores:
-            torch.set_num_threads(num_cores)
+        num_threads = self.torch_threads or sum(len(device.cores) for device in self.devices)
+        if torch is not None and num_threads:
+            torch.set_num_threads(num_threads)
+
+    def compute_in_one_thread(self) -> None:
+        """One torch thread from now on, on every thread: a sum's bits then do not depend on the number of cores."""
+        self.torch_threads = 1
+        self.match_torch_threads()
 
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:

@@ -13,7 +13,12 @@ from m2flow.worker.stage import stage
 
 
 class TorchProbe(Worker):
-    """Says what torch was told."""
+    """Says what torch was told. With `one_thread` in its config it asks for one."""
+
+    def setup(self) -> None:
+        """Asks for what its config says."""
+        if (self.config or {}).get("one_thread"):
+            self.context.compute_in_one_thread()
 
     def threads(self) -> dict[str, Any]:
         """The number of torch's threads, and of its cores."""

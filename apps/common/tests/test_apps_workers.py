@@ -16,9 +16,10 @@ from m2flow.apps.imitation import worked_example
 from m2flow.apps.outcome import measure
 from m2flow.apps.reward import RewardWorker
 from m2flow.apps.rollout import RolloutWorker
-from m2flow.apps.tasks import make_task
+from m2flow.apps.tasks import Task, make_task
 from m2flow.apps.testing.tiny import save_tiny_language_model
 from m2flow.worker import Item
+from m2flow.worker.testing.reward_conformance import OBEDIENT
 
 SAMPLES = 6
 PROMPTS = ("1+2=", "1+3=", "4+4=", "7+1=")
@@ -306,6 +307,18 @@ def test_a_checkpoint_goes_on_to_the_bit(model: Path, tmp_path: Path) -> None:
     assert list(rollout(tmp_path).generate(prompts()))
 
 
+def judging(task: Task) -> Any:
+    """A group of one rank, whose only method judges by a task."""
+
+    def judge(texts: list[str], problems: list[dict[str, Any]]) -> Any:
+        scores = [task.score(text, problem) for text, problem in zip(texts, problems, strict=True)]
+        return SimpleNamespace(result=lambda: [scores])
+
+    group = SimpleNamespace(method={"judge": judge}.__getitem__)
+    group.on = lambda rank: group
+    return group
+
+
 def test_evaluation_judges_every_problem_once(model: Path) -> None:
     ranks = [started(RolloutWorker(rollout(model).config), rank=rank, world_size=2) for rank in range(2)]
     task = make_task("one_digit_sums", {}, seed=0)
@@ -314,7 +327,7 @@ def test_evaluation_judges_every_problem_once(model: Path) -> None:
         return lambda *args: SimpleNamespace(result=lambda: [getattr(rank, name)(*args) for rank in ranks])
 
     metrics = Evaluation(task, num_problems=7, samples_per_problem=3, temperature=1.0, seed=0)(
-        {"rollout": SimpleNamespace(method=method)}, 0
+        {"rollout": SimpleNamespace(method=method), "reward": judging(task)}, 0
     )
     problems = [problem.fields() for problem in task.held_out(7)]
     answers = started(RolloutWorker(rollout(model).config)).answer(problems, 1, 0.0, 0)
@@ -325,8 +338,31 @@ def test_evaluation_judges_every_problem_once(model: Path) -> None:
 
 def test_rewards_are_the_tasks() -> None:
     worker = started(RewardWorker({"task": "two_digit_sums", "task_options": {}, "seed": 0}))
-    items = [Item((0, n), 1, {"completion": text, "answer": "15"}) for n, text in enumerate(["15\n", "16\n"])]
+    items = completed("15\n", "16\n")
     assert [item.fields["reward"] for item in worker.score(items)] == [1.0, 0.0]
+    assert worker.judge(["15", "1"], [item.fields for item in items]) == [1.0, 0.0]
+
+
+def completed(*completions: str) -> list[Item]:
+    fields = {"prompt": "12+3=", "answer": "15"}
+    return [Item((0, n), 1, {**fields, "completion": text}) for n, text in enumerate(completions)]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("on_failure", "rewards"), [("score", [4.0, 0.0, 0.0]), ("skip", [4.0, None, None])])
+def test_rewards_are_a_functions(on_failure: str, rewards: list[float | None]) -> None:
+    config = {"task": "", "task_options": {}, "seed": 0, "function": OBEDIENT, "timeout_s": 0.5}
+    worker = started(RewardWorker({**config, "on_failure": on_failure}))
+    items = list(worker.score(completed("four", "raise", "sleep 60")))
+    assert [item.fields.get("reward") for item in items] == rewards
+    counts = ["reward/scored", "reward/errors", "reward/timeouts"]
+    if on_failure == "skip":
+        assert [item.tombstone for item in items] == ["", *counts[1:]]
+    else:
+        assert [item.fields["counts"] for item in items] == [{name: 1} for name in counts]
+    assert items[0].fields["reward_parts"] == {"format": 1.0}
+    assert worker.judge(["seven77", "raise"], [item.fields for item in completed("", "")]) == [7.0, 0.0]
+    worker.close()
 
 
 def test_grading_compares_within_the_group() -> None:

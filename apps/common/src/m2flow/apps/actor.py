@@ -126,10 +126,11 @@ class ActorWorker(Worker):
             if not self._minibatch.continues(place, groups):
                 self._step()
             self._take(place, groups)
+            too_old = [len(group.members) - len(self._fresh(group)) for group in groups]
             worked = [self._worked_tokens(group) for group in groups]
             whole = len(self._minibatch.seen) == self._config.groups_per_minibatch
             metrics = [*[{}] * (len(groups) - 1), self._step() if whole else {}]
-            receipts += [self._receipt(*group) for group in zip(groups, worked, metrics, strict=True)]
+            receipts += [_receipt(*group) for group in zip(groups, too_old, worked, metrics, strict=True)]
         return receipts
 
     def named_weights(self) -> Mapping[str, Tensor]:
@@ -193,30 +194,6 @@ class ActorWorker(Worker):
         """The members that are not too old to be learned from."""
         oldest = self._config.max_age
         return [sample for sample in graded_samples(group) if oldest == "any" or sample.age <= oldest]
-
-    def _receipt(self, group: Item, worked_tokens: int, metrics: Metrics) -> Item:
-        """A group for the driver: what people and metrics need of it, without its tokens."""
-        members = group.members
-        first = members[0].fields
-        return Item(
-            group.seq,
-            group.iteration,
-            {
-                "prompt": first["prompt"],
-                "answer": first["answer"],
-                "completions": [member.fields["completion"] for member in members],
-                "rewards": [float(reward) for reward in group.fields["rewards"]],
-                "versions": [_tokens_by_version(member) for member in members],
-                "too_old": len(members) - len(self._fresh(group)),
-                "prompt_length": len(first["prompt_ids"]),
-                "lengths": [_num_own(member) for member in members],
-                "fed": [len(member.fields["completion_ids"]) - _num_own(member) for member in members],
-                "clipped": [member.fields["finish_reason"] == "length" for member in members],
-                "counts": [dict(member.fields.get("counts", {})) for member in members],
-                "worked_tokens": worked_tokens,
-                "metrics": metrics,
-            },
-        )
 
     def _imitate(self, groups: Sequence[Item]) -> tuple[float, Metrics]:
         if not groups:
@@ -306,6 +283,32 @@ def _parameters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _teaches(group: Item) -> bool:
     """Equal rewards give advantages of 0: no gradient, so no pass."""
     return bool(np.any(group.fields["advantages"]))
+
+
+def _receipt(group: Item, too_old: int, worked_tokens: int, metrics: Metrics) -> Item:
+    """A group for the driver: what people and metrics need of it, without its tokens."""
+    members = group.members
+    first = members[0].fields
+    return Item(
+        group.seq,
+        group.iteration,
+        {
+            "prompt": first["prompt"],
+            "answer": first["answer"],
+            "completions": [member.fields["completion"] for member in members],
+            "rewards": [float(reward) for reward in group.fields["rewards"]],
+            "versions": [_tokens_by_version(member) for member in members],
+            "too_old": too_old,
+            "prompt_length": len(first["prompt_ids"]),
+            "lengths": [_num_own(member) for member in members],
+            "fed": [len(member.fields["completion_ids"]) - _num_own(member) for member in members],
+            "clipped": [member.fields["finish_reason"] == "length" for member in members],
+            "counts": [dict(member.fields.get("counts", {})) for member in members],
+            "parts": [dict(member.fields.get("reward_parts", {})) for member in members],
+            "worked_tokens": worked_tokens,
+            "metrics": metrics,
+        },
+    )
 
 
 def _tokens_by_version(sample: Item) -> list[list[int]]:

@@ -19,7 +19,8 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
     """Returns the outcome of the groups that an actor gave back; the metrics of several optimiser steps are averaged.
 
     `groups/all_equal` counts the groups whose rewards are all the same, which teach nothing. Lengths are of the
-    policy's own tokens. What samples counted themselves (`counts`, by name) is summed.
+    policy's own tokens. What samples counted themselves (`counts`, by name) is summed; `reward/NAME` is the mean of
+    that part of a reward over the samples that have it.
     `staleness` is how many updates the weights that drew a token were behind those that its step began to train, over
     tokens; `staleness/swapped` counts samples in the middle of which weights changed, `staleness/dropped` those that
     were too old to be learned from.
@@ -40,6 +41,10 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
     for group in groups:
         for counted in group["counts"]:
             counts.update(counted)
+    parts: dict[str, list[float]] = defaultdict(list)
+    for named in [named for group in groups for named in group["parts"]]:
+        for name, value in named.items():
+            parts[name].append(value)
     metrics = {
         "critic/score/mean": _mean(rewards),
         "critic/score/max": max(rewards),
@@ -56,6 +61,7 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
         "staleness/dropped": float(sum(group["too_old"] for group in groups)),
         "tokens": float(given + sum(lengths)),
         **{name: float(count) for name, count in counts.items()},
+        **{f"reward/{name}": _mean(values) for name, values in parts.items()},
     }
     steps: dict[str, list[float]] = defaultdict(list)
     for receipt in receipts:

@@ -224,6 +224,7 @@ class _Loop:
             return [1.0] * items if curve is None else _curve.chunk_fractions(curve, items).tolist()
 
         width = len(ids) // num_ranks
+        items = next((i for i in model.request.profile.loop_items if i.stage == stage), sched_pb2.LoopItems())
         return Part(
             ranks=[frozenset(ids[r * width : (r + 1) * width]) for r in range(num_ranks)],
             share=-(-self._stages[stage].granularity // num_ranks),
@@ -233,6 +234,9 @@ class _Loop:
             hand_off_s=model.costs.hand_off_s(stage),
             seconds=seconds,
             emits=emits,
+            passes=items.passes,
+            relative=items.relative,
+            pulls=items.pulls,
         )
 
     def _share(self, one: str, other: str) -> bool:

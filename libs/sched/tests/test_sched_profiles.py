@@ -9,7 +9,7 @@ from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched import InputError, fold_spans, merge, plan, usable
 from m2flow.sched._build import build
-from m2flow.sched._curve import completion_curve, nearest
+from m2flow.sched._curve import nearest
 from m2flow.sched._hand_offs import lately
 
 Make = Callable[..., sched_pb2.PlanRequest]
@@ -258,11 +258,21 @@ def test_curves_are_kept_by_number_of_devices() -> None:
     assert nearest(curves, "b", 8) is None
 
 
-def test_the_curve_of_a_stage_in_a_loop_is_of_one_call() -> None:
-    """Two calls of two items, whose first comes after 0.2 and 0.4 of the call; a call of one item says nothing."""
-    calls = [(0, 10, [2, 10]), (10, 20, [4, 10]), (20, 25, [5])]
-    spans = [_span("policy.act", start, end, output_after_ns=[t * 10**9 for t in out]) for start, end, out in calls]
-    curve = completion_curve("policy.act", spans, 2, in_loop=True)
-    assert curve is not None
-    assert (list(curve.item_fraction), list(curve.time_fraction)) == ([0.5, 1.0], [pytest.approx(0.3), 1.0])
-    assert completion_curve("policy.act", spans, 2, in_loop=False) is None
+def test_a_stage_in_a_loop_says_whether_items_come_out_one_by_one() -> None:
+    request, chosen = conversations()
+    for out, one_by_one in (([2, 10], True), ([10, 10], False)):
+        spans = [
+            _span(
+                "engine.speak",
+                0,
+                10,
+                items=2,
+                outputs=["engine.speak|0:0", "engine.speak|0:1"],
+                output_after_ns=[t * 10**9 for t in out],
+            ),
+            _span("engine.speak", 20, 25, items=1, outputs=["engine.speak|0:2"], output_after_ns=[10**9]),
+        ]
+        folded = fold_spans(sched_pb2.Profile(), flow_pb2.Timeline(spans=spans), request.workflow, chosen)
+        assert [i.one_by_one for i in folded.loop_items] == [one_by_one]
+        assert not folded.curves
+        assert [(s.items, s.seconds) for s in folded.samples] == [(1, 5), (2, 10)]

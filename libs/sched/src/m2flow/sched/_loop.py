@@ -6,7 +6,7 @@ until it begins again or lets others in: it puts its outputs and asks for more; 
 that. Ranks on common devices take turns: a rank comes to its devices with work in hand, and leaves them, each time with
 its onload and its offload, when nothing more has come.
 
-Items differ, where it is known: in how often they pass a part, and in how long they take there. Items that run side by
+Items differ, where it is known: in how often they pass a part, and in how long they take there. Those that run side by
 side are out after a time in proportion to that, and a call is as long as its longest item says. A part that pulls takes
 what comes while it runs: of n items that are with it, each is done with 1/n-th of a second's work in a second, as much
 as a call of n items has to do.

@@ -7,13 +7,15 @@ once takes that long.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
+from m2flow.sched._curve import AT_ONCE
 from m2flow.sched._hand_offs import Moments, last_before
 from m2flow.sched._loop import longest_of
 
@@ -52,6 +54,8 @@ def loop_stage(
     places = sorted(taken, key=_order)
     pulls = any(visit.came > span.start_ns for call, span in zip(calls, spans, strict=True) for visit in call)
     items = sched_pb2.LoopItems(stage=stage, passes=[len(taken[place]) for place in places], pulls=pulls)
+    half = [median(visit.ns for visit in call) / max(s.end_ns - s.start_ns, 1) for call, s in _several(calls, spans)]
+    items.one_by_one = min(half, default=1.0) < AT_ONCE
     if pulls or any([v.place for v in call] != sorted((v.place for v in call), key=_order) for call in calls):
         times = np.array([np.mean(taken[place]) for place in places])
         items.relative.extend(times / max(times.mean(), 1.0))
@@ -70,6 +74,11 @@ def loop_stage(
             usual = longest[len(call) - 1] / max(relative[v.place] for v in call) if relative and call else 1.0
             by_size[span.items].append((span.end_ns - span.start_ns) * usual / 1e9)
     return items, [_sample(found, n * num_ranks, spans, float(np.mean(times))) for n, times in sorted(by_size.items())]
+
+
+def _several(calls: Iterable[list[_Visit]], spans: _Spans) -> Iterator[tuple[list[_Visit], flow_pb2.Span]]:
+    """The calls of several items: one item says nothing of when the others come."""
+    return ((call, span) for call, span in zip(calls, spans, strict=True) if len(call) > 1)
 
 
 def _visits(span: flow_pb2.Span, moments: Moments) -> list[_Visit]:

@@ -68,13 +68,12 @@ def fold_spans(
             items, samples = loop_stage(stage, spans, out[iteration], num_devices)
             _replace(folded.loop_items, [items], ("stage",))
         else:
-            items, samples = None, _samples(stage, spans, num_devices)
+            samples = _samples(stage, spans, num_devices)
+            if (curve := completion_curve(stage, spans, num_devices)) is not None:
+                _replace(folded.curves, [curve], ("stage", "devices"))
         for sample in samples:
             sample.beside.extend(_neighbours(stage, iteration, busy, stages, plan))
         folded.samples.extend(samples)
-        curve = completion_curve(stage, spans, num_devices, in_loop=stage in looped)
-        if curve is not None and not (items and items.relative):
-            _replace(folded.curves, [curve], ("stage", "devices"))
     for stage, seconds in syncs.items():
         _set_sync(folded, stages[stage].group, stages[stage].to, median(seconds))
     for (group, kind), spans in moves.items():

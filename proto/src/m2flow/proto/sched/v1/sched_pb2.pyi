@@ -62,16 +62,18 @@ class CompletionCurve(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., time_fraction: _Optional[_Iterable[float]] = ..., item_fraction: _Optional[_Iterable[float]] = ..., devices: _Optional[int] = ...) -> None: ...
 
 class LoopItems(_message.Message):
-    __slots__ = ("stage", "passes", "relative", "pulls")
+    __slots__ = ("stage", "passes", "relative", "pulls", "one_by_one")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     PASSES_FIELD_NUMBER: _ClassVar[int]
     RELATIVE_FIELD_NUMBER: _ClassVar[int]
     PULLS_FIELD_NUMBER: _ClassVar[int]
+    ONE_BY_ONE_FIELD_NUMBER: _ClassVar[int]
     stage: str
     passes: _containers.RepeatedScalarFieldContainer[int]
     relative: _containers.RepeatedScalarFieldContainer[float]
     pulls: bool
-    def __init__(self, stage: _Optional[str] = ..., passes: _Optional[_Iterable[int]] = ..., relative: _Optional[_Iterable[float]] = ..., pulls: bool = ...) -> None: ...
+    one_by_one: bool
+    def __init__(self, stage: _Optional[str] = ..., passes: _Optional[_Iterable[int]] = ..., relative: _Optional[_Iterable[float]] = ..., pulls: bool = ..., one_by_one: bool = ...) -> None: ...
 
 class HandOff(_message.Message):
     __slots__ = ("stage", "seconds")

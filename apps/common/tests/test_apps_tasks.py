@@ -1,5 +1,8 @@
 """Problems are disjoint from what is held out, the same for the same seed, and judged exactly."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from m2flow.apps.seeding import derived_seed
@@ -84,6 +87,49 @@ def test_reasoning_gym_refuses_what_it_does_not_have() -> None:
     assert "no_such_generator" in problem
     (problem,) = task_problems("gym/chain_sum", {"no_such_setting": 1})
     assert "no_such_setting" in problem
+
+
+def write_lines(path: Path, *lines: str) -> str:
+    path.write_text("\n".join(lines) + "\n")
+    return f"file/{path}"
+
+
+def test_problems_of_a_file_are_parted_and_judged_by_their_answers(tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": f"{n}+1=", "answer": n + 1, "hard": n > 5}) for n in range(12)]
+    name = write_lines(tmp_path / "sums.jsonl", *lines, lines[3], "")
+    assert task_problems(name, {}) == []
+    task = make_task(name, {}, seed=0)
+    held_out = {problem.prompt for problem in task.held_out(99)}
+    drawn = {problem.prompt for step in range(40) for problem in task.training(step, 4)}
+    assert (len(held_out), len(drawn)) == (3, 9)
+    assert not held_out & drawn
+    (problem,) = task.training(1, 1)
+    assert problem.data == {"hard": int(problem.answer) > 6}
+    assert task.score(f" {problem.answer}\n", problem.fields()) == 1.0
+    assert task.score("none", problem.fields()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "line.jsonl:2: got '{', want a JSON object"),
+        ("[1]", "want an object with a text under 'prompt'"),
+        ('{"answer": 1}', "want an object with a text under 'prompt'"),
+        ('{"prompt": "a", "answer": [1]}', r"got answer [1] and chat False, want a text or a number"),
+        ('{"prompt": "a", "chat": 1}', "and chat 1, want"),
+        ('{"prompt": "a"}', "got 2 problems, want at least 4"),
+    ],
+)
+def test_a_file_that_is_wrong_is_answered_with_the_line(tmp_path: Path, line: str, says: str) -> None:
+    (problem,) = task_problems(write_lines(tmp_path / "line.jsonl", '{"prompt": "b", "answer": "2"}', line), {})
+    assert says in problem
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+    (problem,) = task_problems(f"file/{tmp_path}/none.jsonl", {})
+    assert "want a file of JSON lines" in problem
+    (problem,) = task_problems(f"file/{tmp_path}/none.jsonl", {"digits": 2})
+    assert "want none for" in problem
 
 
 def test_derived_seeds_differ_by_every_part() -> None:

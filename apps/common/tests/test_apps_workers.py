@@ -16,9 +16,10 @@ from m2flow.apps.imitation import worked_example
 from m2flow.apps.outcome import measure
 from m2flow.apps.reward import RewardWorker
 from m2flow.apps.rollout import RolloutWorker
-from m2flow.apps.tasks import make_task
+from m2flow.apps.tasks import Task, make_task
 from m2flow.apps.testing.tiny import save_tiny_language_model
 from m2flow.worker import Item
+from m2flow.worker.testing.reward_conformance import OBEDIENT
 
 SAMPLES = 6
 PROMPTS = ("1+2=", "1+3=", "4+4=", "7+1=")
@@ -30,7 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(worker: Any, *, rank: int = 0, world_size: int = 1) -> Any:
-    worker.context = SimpleNamespace(rank=rank, world_size=world_size, compute_in_one_thread=lambda: None)
+    nothing = {name: lambda: None for name in ("safe_point", "compute_in_one_thread")}
+    worker.context = SimpleNamespace(rank=rank, world_size=world_size, **nothing)
     worker.setup()
     return worker
 
@@ -71,7 +73,7 @@ def test_a_plain_loop_learns(model: Path) -> None:
         sampler.load_weights(learner.named_weights(), iteration)
         rewards.append(outcome.metrics["critic/score/mean"])
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
-    assert {row["policy_version"] for row in outcome.samples} == {14}
+    assert {version for row in outcome.samples for version, _ in row["policy_versions"]} == {14}
 
 
 def test_samples_carry_what_training_needs(model: Path) -> None:
@@ -82,7 +84,7 @@ def test_samples_carry_what_training_needs(model: Path) -> None:
         assert sample.groups["prompt"].size == SAMPLES
         assert fields["prompt_ids"].dtype == fields["completion_ids"].dtype == np.int32
         assert len(fields["logprobs"]) == len(fields["completion_ids"]) <= 4
-        assert fields["policy_version"] == 0
+        assert fields["token_versions"].tolist() == [0] * len(fields["completion_ids"])
 
 
 def test_samples_do_not_depend_on_how_prompts_are_dealt(model: Path) -> None:
@@ -149,6 +151,49 @@ def test_samples_of_other_weights_are_corrected_and_counted(
     assert metrics["rollout_corr/weight"] == pytest.approx(weight, abs=1e-4)
     assert metrics["rollout_corr/cut"] == cut
     assert metrics["actor/grad_norm"] == pytest.approx(weight * plain["actor/grad_norm"], rel=1e-3)
+
+
+def test_samples_that_are_too_old_do_not_teach_and_are_counted(model: Path) -> None:
+    """Of a third, the first token was drawn with weights of one update before."""
+    sampler = rollout(model)
+    sampler.load_weights(actor(model).named_weights(), 3)
+    groups = graded(list(sampler.generate(prompts(4))), odd)
+    old = [
+        replace(group, members=tuple(began_earlier(m) if n % 3 == 0 else m for n, m in enumerate(group.members)))
+        for group in groups
+    ]
+    young = [
+        replace(
+            group.with_fields(advantages=np.delete(group.fields["advantages"], [0, 3])),
+            members=tuple(m for n, m in enumerate(group.members) if n % 3),
+        )
+        for group in groups
+    ]
+    limited, without, lenient, whole = actor(model, max_age=1), actor(model), actor(model, max_age=2), actor(model)
+    metrics = measure(limited.train(old)).metrics
+    without.train(young)
+    assert torch.equal(gradient(limited), gradient(without))
+    assert metrics["staleness/dropped"] == len(PROMPTS) * SAMPLES / 3
+    assert metrics["staleness/max"] == 2
+    assert measure(lenient.train(old)).metrics["staleness/dropped"] == 0
+    whole.train(groups)
+    assert torch.equal(gradient(lenient), gradient(whole))
+    assert not torch.equal(gradient(limited), gradient(whole))
+
+
+def test_where_all_samples_are_too_old_nothing_is_learned(model: Path) -> None:
+    groups = graded(list(rollout(model).generate(prompts(4))), odd)
+    learner = actor(model, max_age=3)
+    metrics = measure(learner.train(groups)).metrics
+    assert metrics["staleness/dropped"] == len(PROMPTS) * SAMPLES
+    assert int(learner.shards()["steps"]) == 0
+
+
+def began_earlier(sample: Item) -> Item:
+    """The sample, its first token drawn with weights of one update before."""
+    versions = sample.fields["token_versions"].copy()
+    versions[0] -= 1
+    return sample.with_fields(token_versions=versions)
 
 
 def test_the_optimiser_steps_at_minibatch_boundaries(model: Path) -> None:
@@ -262,6 +307,18 @@ def test_a_checkpoint_goes_on_to_the_bit(model: Path, tmp_path: Path) -> None:
     assert list(rollout(tmp_path).generate(prompts()))
 
 
+def judging(task: Task) -> Any:
+    """A group of one rank, whose only method judges by a task."""
+
+    def judge(texts: list[str], problems: list[dict[str, Any]]) -> Any:
+        scores = [task.score(text, problem) for text, problem in zip(texts, problems, strict=True)]
+        return SimpleNamespace(result=lambda: [scores])
+
+    group = SimpleNamespace(method={"judge": judge}.__getitem__)
+    group.on = lambda rank: group
+    return group
+
+
 def test_evaluation_judges_every_problem_once(model: Path) -> None:
     ranks = [started(RolloutWorker(rollout(model).config), rank=rank, world_size=2) for rank in range(2)]
     task = make_task("one_digit_sums", {}, seed=0)
@@ -270,7 +327,7 @@ def test_evaluation_judges_every_problem_once(model: Path) -> None:
         return lambda *args: SimpleNamespace(result=lambda: [getattr(rank, name)(*args) for rank in ranks])
 
     metrics = Evaluation(task, num_problems=7, samples_per_problem=3, temperature=1.0, seed=0)(
-        {"rollout": SimpleNamespace(method=method)}, 0
+        {"rollout": SimpleNamespace(method=method), "reward": judging(task)}, 0
     )
     problems = [problem.fields() for problem in task.held_out(7)]
     answers = started(RolloutWorker(rollout(model).config)).answer(problems, 1, 0.0, 0)
@@ -281,8 +338,31 @@ def test_evaluation_judges_every_problem_once(model: Path) -> None:
 
 def test_rewards_are_the_tasks() -> None:
     worker = started(RewardWorker({"task": "two_digit_sums", "task_options": {}, "seed": 0}))
-    items = [Item((0, n), 1, {"completion": text, "answer": "15"}) for n, text in enumerate(["15\n", "16\n"])]
+    items = completed("15\n", "16\n")
     assert [item.fields["reward"] for item in worker.score(items)] == [1.0, 0.0]
+    assert worker.judge(["15", "1"], [item.fields for item in items]) == [1.0, 0.0]
+
+
+def completed(*completions: str) -> list[Item]:
+    fields = {"prompt": "12+3=", "answer": "15"}
+    return [Item((0, n), 1, {**fields, "completion": text}) for n, text in enumerate(completions)]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("on_failure", "rewards"), [("score", [4.0, 0.0, 0.0]), ("skip", [4.0, None, None])])
+def test_rewards_are_a_functions(on_failure: str, rewards: list[float | None]) -> None:
+    config = {"task": "", "task_options": {}, "seed": 0, "function": OBEDIENT, "timeout_s": 0.5}
+    worker = started(RewardWorker({**config, "on_failure": on_failure}))
+    items = list(worker.score(completed("four", "raise", "sleep 60")))
+    assert [item.fields.get("reward") for item in items] == rewards
+    counts = ["reward/scored", "reward/errors", "reward/timeouts"]
+    if on_failure == "skip":
+        assert [item.tombstone for item in items] == ["", *counts[1:]]
+    else:
+        assert [item.fields["counts"] for item in items] == [{name: 1} for name in counts]
+    assert items[0].fields["reward_parts"] == {"format": 1.0}
+    assert worker.judge(["seven77", "raise"], [item.fields for item in completed("", "")]) == [7.0, 0.0]
+    worker.close()
 
 
 def test_grading_compares_within_the_group() -> None:

@@ -1,12 +1,17 @@
 """The recipe as it is traced, planned and checked: nothing starts, and no model is read."""
 
 import inspect
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from m2flow.apps.config import load_config
+from m2flow.apps.testing.tiny import save_tiny_language_model
 from m2flow.apps.training import traced
 from m2flow.flow import Graph, load_plan
 from m2flow.proto.flow.v1 import flow_pb2
@@ -86,3 +91,56 @@ def test_config_show_prints_what_follows(capsys: pytest.CaptureFixture[str]) -> 
     out = capsys.readouterr().out
     assert "num_steps: 3" in out
     assert "total_samples: 192" in out
+
+
+REWARD = """
+def by_length(fields):
+    if sum(map(ord, fields["completion"])) % 3 == 0:
+        raise ValueError("one in three")
+    return {"reward": len(fields["completion"]), "is_right": float(fields["completion"] == fields["answer"])}
+"""
+
+
+@pytest.mark.large
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("on_failure", ["score", "skip"])
+def test_problems_and_rewards_of_the_users_own(tmp_path: Path, on_failure: str) -> None:
+    (tmp_path / "my_rewards.py").write_text(REWARD)
+    (tmp_path / "sums.jsonl").write_text("".join(f'{{"prompt": "{n}+1=", "answer": {n + 1}}}\n' for n in range(12)))
+    words = {
+        "task": "file/sums.jsonl",
+        "reward.function": "my_rewards:by_length",
+        "reward.on_failure": on_failure,
+        "model.source": save_tiny_language_model(tmp_path / "model"),
+        "run.dir": tmp_path / "run",
+        "run.profiles": '""',
+        "num_steps": 2,
+        "evaluation.num_problems": 3,
+        "evaluation.every": 2,
+        "plan": "temporal",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "m2flow.reasoning", "train", "one_digit", *(f"{k}={v}" for k, v in words.items())],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "critic/score/mean" in row]
+    assert len(steps) == 2
+    for row in steps:
+        failed = row["reward/errors"] if on_failure == "score" else row["tombstones/reward/errors"]
+        assert failed > 0
+        assert row["reward/scored"] + failed == 64
+        assert row["reward/is_right"] == 0
+        assert (row["critic/score/min"] == 0) == (on_failure == "score")
+    assert all(row["eval/greedy_accuracy"] > 1 for row in rows if "eval/greedy_accuracy" in row)
+
+
+def test_a_reward_that_cannot_be_found_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "one_digit", "reward.function=no_such_module:score"]) == 2
+    assert "reward.function: got 'no_such_module:score', which cannot be found" in capsys.readouterr().err

@@ -19,8 +19,6 @@ KIND = "virtual"
 SAMPLES = 4
 # Stretches every cost: the runtime's own work, some milliseconds of CPU for each item, shrinks beside it.
 SCALE = 3.0
-# The iteration whose items the profile is of: each has tails of its own.
-PROFILED = 1
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Workload:
         return trace(self.program, self.groups, source_items=self.num_items, name=self.name, expansions=expansions)
 
     def items(self, iteration: int) -> list[Item]:
-        """The source's items; every episode takes as many turns."""
+        """The source's items, as long in every iteration; every episode takes as many turns."""
         return [Item((n,), iteration, {"turns": self.turns}) for n in range(self.num_items)]
 
 
@@ -199,8 +197,9 @@ def profile(workload: Workload) -> sched_pb2.Profile:
         for devices in sizes:
             for items in _calls(volume, devices, looped=looped):
                 ranks = _ranks(spec, stage.method, volume, items, devices, looped=looped)
-                seconds = max(mean(times[-1] if times else 0.0 for times in calls) for calls in ranks)
-                seconds += spec.config.fixed_s
+                each = [mean(times[-1] if times else 0.0 for times in calls) for calls in ranks]
+                # In a loop each rank goes on by itself, with the items that it has.
+                seconds = (mean(each) if looped else max(each)) + spec.config.fixed_s
                 found.samples.add(stage=stage.name, devices=devices, items=items, seconds=seconds)
             if stage.method == "generate":
                 ranks = _ranks(spec, stage.method, volume, volume, devices, looped=looped)
@@ -233,7 +232,7 @@ def _ranks(
     found: list[list[list[float]]] = [[] for _ in range(min(num_ranks, items))]
     share = -(-items // num_ranks)
     for start in range(0, volume, items):
-        call = [Item((n,), PROFILED) for n in range(start, min(start + items, volume))]
+        call = [Item((n,), 0) for n in range(start, min(start + items, volume))]
         for rank, calls in enumerate(found):
             own = call[rank::num_ranks] if looped else call[rank * share : (rank + 1) * share]
             if method == "generate":

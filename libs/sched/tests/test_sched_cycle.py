@@ -2,6 +2,8 @@
 
 import heapq
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched import plan, simulate
 from m2flow.sched._cycle import spread_seconds
-from m2flow.sched._loop import Part, run_loop
+from m2flow.sched._loop import Part, longest_of, run_loop
 
 
 def embodied(simulator_s: float, policy_s: float, *, simulator_kind: str = "cuda") -> sched_pb2.PlanRequest:
@@ -128,6 +130,43 @@ def test_many_items_are_followed_some_at_a_time() -> None:
     end, done = run_loop([part(ranks, 1.0, share=10), part(ranks, 2.0, share=10)], items=1000, rounds=5)
     assert end == pytest.approx(15.0)
     assert len(done) == 10
+
+
+def test_items_leave_when_they_have_gone_round_as_often_as_they_do() -> None:
+    """Two calls of both items, each 1 + 2 s, and a third of the second item, which ends at the first part."""
+    shared = [part([{0}], 1.0, share=2), part([{1}], 2.0, share=2)]
+    parts = [replace(shared[0], passes=(1, 3)), replace(shared[1], passes=(1, 2))]
+    end, done = run_loop(parts, items=2, rounds=99)
+    assert done == pytest.approx([3.0, 7.0])
+    assert end == pytest.approx(7.0)
+
+
+def test_a_slow_item_is_slow_in_every_round() -> None:
+    """Alone in its calls, which take 1 s in the mean; two together take as long as the longer one says."""
+    slow = replace(part([{0}, {1}], 1.0), relative=(0.5, 1.5))
+    assert run_loop([slow], items=2, rounds=3) == (pytest.approx(4.5), pytest.approx([1.5, 4.5]))
+    both = replace(part([{0}], 1.5, share=2), relative=(0.5, 1.5))
+    assert run_loop([both], items=2, rounds=1) == (pytest.approx(1.5), pytest.approx([0.5, 1.5]))
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=7))
+def test_the_longest_of_some_items_is_the_mean_over_all_choices(relative: list[float]) -> None:
+    choices = [list(map(max, combinations(relative, n))) for n in range(1, len(relative) + 1)]
+    assert longest_of(relative) == pytest.approx([sum(found) / len(found) for found in choices])
+
+
+def test_items_join_a_part_that_pulls_while_it_runs() -> None:
+    """n items take n seconds together. The first has 1 s alone, then half of each second; the other needs as much, and
+    goes round once more, alone."""
+    first = part([{0}], 1.0, emits=(1.0,))
+    pulling = replace(part([{1}], 0.0), seconds=float, pulls=True, passes=(1, 1))
+    end, done = run_loop([replace(first, passes=(1, 1)), replace(pulling, relative=(1.5, 0.5))], items=2, rounds=1)
+    # The first comes at 1 and has 0.5 left at 2, when the other comes with 0.5: both are done at 3.
+    assert done == pytest.approx([3.0, 3.0])
+    assert end == pytest.approx(3.0)
+    end, done = run_loop([replace(pulling, passes=(1, 2))], items=2, rounds=1)
+    # Together until 2; the other once more, alone.
+    assert done == pytest.approx([2.0, 3.0])
 
 
 def test_a_simulator_that_does_not_scale_gets_few_devices() -> None:

@@ -8,7 +8,9 @@ import pytest
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched import InputError, fold_spans, merge, plan, usable
-from m2flow.sched._curve import completion_curve, nearest
+from m2flow.sched._build import build
+from m2flow.sched._curve import nearest
+from m2flow.sched._hand_offs import lately
 
 Make = Callable[..., sched_pb2.PlanRequest]
 BUSY, ONLOAD = flow_pb2.SPAN_KIND_BUSY, flow_pb2.SPAN_KIND_ONLOAD
@@ -176,6 +178,79 @@ def test_items_that_come_out_during_a_call_are_ready_then(make_request: Make) ->
     assert not fold_spans(sched_pb2.Profile(), flow_pb2.Timeline(spans=spans), request.workflow, chosen).hand_offs
 
 
+def test_the_median_of_the_last_hand_offs_counts(make_request: Make) -> None:
+    request = make_request(2, mode="spatial")
+    chosen = plan(request).plans[0].plan
+    profile = sched_pb2.Profile()
+    for seconds in (9.0, 0.2, 0.1, 0.4):
+        spans = [
+            _span("actor.train", 0, 20, kind=flow_pb2.SPAN_KIND_WAIT_INPUT),
+            _span("rollout.generate", seconds, 20, inputs=["prompts|0:0"], device_ids=[0]),
+        ]
+        profile = fold_spans(profile, flow_pb2.Timeline(spans=spans), request.workflow, chosen)
+    assert [h.seconds for h in profile.hand_offs] == [0.2, 0.1, 0.4]
+    assert lately(profile.hand_offs) == {"rollout.generate": 0.2}
+    assert lately(merge([profile, profile]).hand_offs) == {"rollout.generate": 0.2}
+
+
+def conversations() -> tuple[sched_pb2.PlanRequest, flow_pb2.ExecutionPlan]:
+    """Four conversations in a loop of an engine and a tool, each on a device, one round unless measured."""
+    graph = flow_pb2.WorkflowGraph(name="agent", source_items=4)
+    for name in ("engine.speak", "tool.call"):
+        graph.stages.add(name=name, kind=flow_pb2.STAGE_KIND_WORK, group=name.split(".")[0], expansion=1)
+        graph.groups.add(name=name.split(".")[0], device_kind="cpu", devices_per_rank=1)
+    graph.streams.add(producer="engine.speak", consumer="tool.call")
+    graph.streams.add(producer="tool.call", consumer="engine.speak", feedback=True, rounds=1)
+    request = sched_pb2.PlanRequest(workflow=graph)
+    request.cluster.nodes.add(name="n", cores=2).devices.add(kind="cpu", count=2)
+    chosen = flow_pb2.ExecutionPlan(mode="spatial")
+    for device, name in enumerate(("engine.speak", "tool.call")):
+        chosen.groups.add(group=name.split(".")[0], device_ids=[device], num_ranks=1)
+        chosen.stages.add(stage=name, granularity=4, position=device)
+    return request, chosen
+
+
+def test_what_items_do_in_a_loop_is_measured() -> None:
+    """Two turns for two of four conversations, which join a call of 8 s again after their tool; the tool takes 2 s for
+    one and 1 s for the other, side by side."""
+    request, chosen = conversations()
+    names = ["0:0", "0:1", "0:2", "0:3"]
+    second = 10**9
+    engine = _span(
+        "engine.speak",
+        0,
+        8,
+        items=6,
+        tokens=60,
+        inputs=[*(f"problems|{n}" for n in names), "tool.call|0:1", "tool.call|0:2"],
+        outputs=[f"engine.speak|{n}" for n in (*names, "0:2", "0:1")],
+        output_after_ns=[4 * second] * 4 + [7 * second, 8 * second],
+    )
+    tool = _span(
+        "tool.call",
+        4,
+        6,
+        items=2,
+        inputs=["engine.speak|0:1", "engine.speak|0:2"],
+        outputs=["tool.call|0:2", "tool.call|0:1"],
+        output_after_ns=[1 * second, 2 * second],
+    )
+    timeline = flow_pb2.Timeline(spans=[engine, tool])
+    request.profile.CopyFrom(fold_spans(sched_pb2.Profile(), timeline, request.workflow, chosen))
+    spoken, called = request.profile.loop_items
+    assert (list(spoken.passes), spoken.pulls) == ([1, 2, 2, 1], True)
+    assert list(spoken.relative) == pytest.approx([8 / 7, 6 / 7, 6 / 7, 8 / 7])
+    assert (list(called.passes), called.pulls) == ([1, 1], False)
+    assert list(called.relative) == pytest.approx([4 / 3, 2 / 3])
+    samples = {s.stage: s for s in request.profile.samples}
+    # 4 items x 4 s and 2 x 2 s were with the engine for 8 s; each took 20 / 6 s.
+    assert samples["engine.speak"].items == pytest.approx(20 / 8)
+    assert samples["engine.speak"].tokens == pytest.approx(20 / 8 * 10)
+    assert samples["engine.speak"].seconds == pytest.approx(20 / 6)
+    assert samples["tool.call"].seconds == pytest.approx(2.0)
+    assert build(request).workflow.nodes[0].rounds == 1.5
+
+
 def test_curves_are_kept_by_number_of_devices() -> None:
     curves = [sched_pb2.CompletionCurve(stage="a", devices=n) for n in (0, 2, 16)]
     assert [nearest(curves, "a", n).devices for n in (1, 2, 5, 8, 64)] == [2, 2, 2, 16, 16]  # type: ignore[union-attr]
@@ -183,11 +258,21 @@ def test_curves_are_kept_by_number_of_devices() -> None:
     assert nearest(curves, "b", 8) is None
 
 
-def test_the_curve_of_a_stage_in_a_loop_is_of_one_call() -> None:
-    """Two calls of two items, whose first comes after 0.2 and 0.4 of the call; a call of one item says nothing."""
-    calls = [(0, 10, [2, 10]), (10, 20, [4, 10]), (20, 25, [5])]
-    spans = [_span("policy.act", start, end, output_after_ns=[t * 10**9 for t in out]) for start, end, out in calls]
-    curve = completion_curve("policy.act", spans, 2, in_loop=True)
-    assert curve is not None
-    assert (list(curve.item_fraction), list(curve.time_fraction)) == ([0.5, 1.0], [pytest.approx(0.3), 1.0])
-    assert completion_curve("policy.act", spans, 2, in_loop=False) is None
+def test_a_stage_in_a_loop_says_whether_items_come_out_one_by_one() -> None:
+    request, chosen = conversations()
+    for out, one_by_one in (([2, 10], True), ([10, 10], False)):
+        spans = [
+            _span(
+                "engine.speak",
+                0,
+                10,
+                items=2,
+                outputs=["engine.speak|0:0", "engine.speak|0:1"],
+                output_after_ns=[t * 10**9 for t in out],
+            ),
+            _span("engine.speak", 20, 25, items=1, outputs=["engine.speak|0:2"], output_after_ns=[10**9]),
+        ]
+        folded = fold_spans(sched_pb2.Profile(), flow_pb2.Timeline(spans=spans), request.workflow, chosen)
+        assert [i.one_by_one for i in folded.loop_items] == [one_by_one]
+        assert not folded.curves
+        assert [(s.items, s.seconds) for s in folded.samples] == [(1, 5), (2, 10)]

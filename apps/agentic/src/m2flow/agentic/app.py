@@ -1,6 +1,5 @@
 """What m2flow-agentic is made of: its settings, its recipe, its workers and its data, put together."""
 
-import importlib.util
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from m2flow.agentic.tools import ToolWorker
 from m2flow.apps.actor import actor_group
 from m2flow.apps.app import App, Job
 from m2flow.apps.batch import groups_per_minibatch
+from m2flow.apps.functions import function_problems
 from m2flow.apps.model import prepare_model
 from m2flow.apps.model_check import model_problems, room_problems
 from m2flow.apps.outcome import measure
@@ -86,18 +86,8 @@ def _problems(config: AgenticConfig) -> list[str]:
     if config.sampling.stop != ("\n",):
         found.append(f"sampling.stop: got {list(config.sampling.stop)}, want the newline alone: a turn is a line")
     for name, target in config.tools.targets.items():
-        module, colon, function = str(target).partition(":")
-        if not (module and colon and function and _is_there(module)):
-            remedy = "name a function as module:qualname, importable where the run starts"
-            found.append(f"tools.targets.{name}: got {target!r}, which cannot be found: {remedy}")
+        found += function_problems(f"tools.targets.{name}", str(target))
     return found
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 APP: App[AgenticConfig] = App(

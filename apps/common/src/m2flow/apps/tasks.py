@@ -4,7 +4,9 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from m2flow.apps.tasks_gym import PREFIX, GymTask, gym_problems
+from m2flow.apps import tasks_file, tasks_gym
+from m2flow.apps.tasks_file import FileTask, file_problems
+from m2flow.apps.tasks_gym import GymTask, gym_problems
 from m2flow.apps.tasks_problem import Problem
 from m2flow.apps.tasks_sums import SUMS, SumsTask
 
@@ -28,11 +30,16 @@ class Task(Protocol):
 
 def task_problems(name: str, options: Mapping[str, Option]) -> list[str]:
     """Returns what is wrong with a task's name or options; empty when `make_task` takes them."""
-    if name.startswith(PREFIX):
-        return gym_problems(name.removeprefix(PREFIX), options)
-    if name not in SUMS:
+    if name.startswith(tasks_gym.PREFIX):
+        return gym_problems(name.removeprefix(tasks_gym.PREFIX), options)
+    if name.startswith(tasks_file.PREFIX) and not options:
+        return file_problems(name.removeprefix(tasks_file.PREFIX))
+    if name not in SUMS and not name.startswith(tasks_file.PREFIX):
         near = difflib.get_close_matches(name, SUMS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"or a generator of reasoning-gym such as {PREFIX}chain_sum"
+        others = (
+            f"or {tasks_gym.PREFIX}chain_sum, say, of reasoning-gym, or {tasks_file.PREFIX}PATH of your own problems"
+        )
+        hint = f"did you mean {near[0]!r}?" if near else others
         return [f"task: got {name!r}, want one of {', '.join(SUMS)}: {hint}"]
     if options:
         return [f"task_options: got {', '.join(options)}, want none for {name}: it has no settings"]
@@ -43,6 +50,8 @@ def make_task(name: str, options: Mapping[str, Option], seed: int) -> Task:
     """Returns the task. Raises ValueError with the words of `task_problems` when there is none."""
     if problems := task_problems(name, options):
         raise ValueError("; ".join(problems))
-    if name.startswith(PREFIX):
-        return GymTask(name.removeprefix(PREFIX), options, seed)
+    if name.startswith(tasks_gym.PREFIX):
+        return GymTask(name.removeprefix(tasks_gym.PREFIX), options, seed)
+    if name.startswith(tasks_file.PREFIX):
+        return FileTask(name.removeprefix(tasks_file.PREFIX), seed)
     return SumsTask(SUMS[name], seed)

@@ -6,7 +6,8 @@ from pathlib import Path
 from m2flow.apps.actor import actor_group
 from m2flow.apps.app import App, Job
 from m2flow.apps.batch import groups_per_minibatch
-from m2flow.apps.evaluation import Evaluation
+from m2flow.apps.evaluation import EVALUATED, Evaluation
+from m2flow.apps.functions import function_problems
 from m2flow.apps.model import prepare_model
 from m2flow.apps.model_check import model_problems, room_problems
 from m2flow.apps.outcome import measure
@@ -42,12 +43,26 @@ def _build(config: ReasoningConfig, weights: Path, resume: Path | None) -> Job:
             temperature=config.sampling.temperature,
             seed=config.seed,
         ),
+        evaluated_groups=EVALUATED,
     )
 
 
 def _reward(config: ReasoningConfig) -> GroupSpec:
-    settings = {"task": config.task, "task_options": dict(config.task_options), "seed": config.seed}
+    settings = {
+        "task": config.task,
+        "task_options": dict(config.task_options),
+        "seed": config.seed,
+        "function": config.reward.function,
+        "num_processes": config.reward.num_processes,
+        "timeout_s": config.reward.timeout_s,
+        "on_failure": config.reward.on_failure,
+    }
     return RewardWorker.group(settings, name="reward")
+
+
+def _problems(config: ReasoningConfig) -> list[str]:
+    found = task_problems(config.task, config.task_options)
+    return found + (function_problems("reward.function", config.reward.function) if config.reward.function else [])
 
 
 APP: App[ReasoningConfig] = App(
@@ -56,7 +71,7 @@ APP: App[ReasoningConfig] = App(
     recipes={path.stem: path for path in sorted((_HERE / "recipes").glob("*.yaml"))},
     default_recipe="two_digit",
     default_profile=_HERE / "profile.yaml",
-    problems=lambda config: task_problems(config.task, config.task_options),
+    problems=_problems,
     prepare=lambda config: prepare_model(config.model.source, config.model.cache_dir),
     build=_build,
     model_problems=model_problems,

@@ -34,6 +34,7 @@ class Unit:
         self.residence = Residence(worker, context, recorder)
         self.orphans = Orphans()
         self.safe_points = SafePoints()
+        context.safe_point = self.safe_points.reach
         self._lock = DeviceLock(context.endpoint, host=DRIVER)
         self._weights = threading.Condition()
         self._version = -1

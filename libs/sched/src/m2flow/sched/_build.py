@@ -13,6 +13,7 @@ from m2flow.sched._checks import check_numbers, unused
 from m2flow.sched._cluster import Pool, pools
 from m2flow.sched._costs import Costs, build_costs
 from m2flow.sched._cycle import cycle_rows
+from m2flow.sched._hand_offs import lately
 from m2flow.sched._problem import Problem
 from m2flow.sched._table import Floats, Grid, Ints, Rows
 from m2flow.sched._workflow import Workflow, reduce_graph
@@ -45,7 +46,7 @@ def build(request: sched_pb2.PlanRequest) -> Model:
     if request.mode not in ("", "temporal", "spatial", "hybrid"):
         raise InputError(f"mode {request.mode!r}, want '', 'temporal', 'spatial' or 'hybrid': give one of these")
     check_numbers(request)
-    workflow = reduce_graph(request.workflow)
+    workflow = as_measured(reduce_graph(request.workflow), request.profile)
     found = pools(request.cluster)
     groups = workflow.groups
     used = [groups[g] for node in workflow.nodes for g in node.groups]
@@ -58,6 +59,18 @@ def build(request: sched_pb2.PlanRequest) -> Model:
     costs = build_costs(workflow, request.profile, found)
     costs.notes.extend(unused(request))
     return assemble(request, workflow, costs, found)
+
+
+def as_measured(workflow: Workflow, profile: sched_pb2.Profile) -> Workflow:
+    """The workflow with the rounds of its loops as they were measured, where they were."""
+    rounds = {i.stage: sum(i.passes) / len(i.passes) for i in profile.loop_items if i.passes}
+    nodes = [
+        replace(node, rounds=max(1.0, *(rounds[s] for s in node.stages if s in rounds)))
+        if node.cyclic and rounds.keys() & set(node.stages)
+        else node
+        for node in workflow.nodes
+    ]
+    return replace(workflow, nodes=tuple(nodes))
 
 
 def scaled(model: Model, factors: Mapping[str, float]) -> Model:
@@ -121,7 +134,7 @@ def _light(problem: Problem) -> frozenset[str]:
 
 def sync_seconds(workflow: Workflow, profile: sched_pb2.Profile) -> float:
     known = {(s.source, s.target): s.seconds for s in profile.syncs}
-    passes = {h.stage: h.seconds for h in profile.hand_offs}
+    passes = lately(profile.hand_offs)
     return sum(known.get((p.group, p.to), 0.0) + passes.get(p.name, 0.0) for p in workflow.publishes)
 
 

@@ -52,6 +52,7 @@ def unused(request: sched_pb2.PlanRequest) -> list[str]:
     profile = request.profile
     notes = list(_strangers("samples of stage", (s.stage for s in profile.samples), stages))
     notes += _strangers("a completion curve of stage", (c.stage for c in profile.curves), stages)
+    notes += _strangers("loop items of stage", (i.stage for i in profile.loop_items), stages)
     notes += _strangers("a model of stage", (m.stage for m in profile.models), stages)
     notes += _strangers("a switch cost of group", (s.group for s in profile.switches), groups)
     notes += _strangers("a sync cost of group", (end for s in profile.syncs for end in (s.source, s.target)), groups)

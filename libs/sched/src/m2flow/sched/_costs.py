@@ -8,6 +8,7 @@ import numpy as np
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched._cluster import Pool
+from m2flow.sched._hand_offs import lately
 from m2flow.sched._series import layout_for
 from m2flow.sched._table import Floats
 from m2flow.sched._workflow import Workflow
@@ -137,7 +138,7 @@ def build_costs(workflow: Workflow, profile: sched_pb2.Profile, kinds: Mapping[s
         switches={s.group: s for s in profile.switches},
         latency_s=profile.transfer_latency_s,
         bytes_per_s=profile.transfer_bytes_per_s,
-        hand_offs={h.stage: h.seconds for h in profile.hand_offs},
+        hand_offs=lately(profile.hand_offs),
         notes=notes,
     )
 

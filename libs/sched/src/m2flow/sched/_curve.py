@@ -10,31 +10,22 @@ from m2flow.sched._table import Floats
 from m2flow.sched.errors import InputError
 
 _KNOTS = 32  # of a measured curve
-_AT_ONCE = 0.95  # a stage whose first half of the items comes no sooner than this gives them all at its end
+AT_ONCE = 0.95  # a stage whose first half of the items comes no sooner than this gives them all at its end
 
 
-def completion_curve(
-    stage: str, spans: Sequence[flow_pb2.Span], devices: int, *, in_loop: bool
-) -> sched_pb2.CompletionCurve | None:
-    """The curve of one iteration of a stage over all its ranks; in a loop, of one call of a rank, the mean of them.
+def completion_curve(stage: str, spans: Sequence[flow_pb2.Span], devices: int) -> sched_pb2.CompletionCurve | None:
+    """The curve of one iteration of a stage over all its ranks.
 
-    None where a span has no times of its items, where a rank outside a loop had several calls (the curve is of whole
-    iterations), or where all items come at the end.
+    None where a span has no times of its items, where a rank had several calls (the curve is of whole iterations), or
+    where all items come at the end.
     """
-    if not all(s.output_after_ns for s in spans) or (not in_loop and len({s.rank for s in spans}) < len(spans)):
+    if not all(s.output_after_ns for s in spans) or len({s.rank for s in spans}) < len(spans):
         return None
-    if in_loop:
-        several = [s for s in spans if len(s.output_after_ns) > 1] or spans  # one item says nothing of the others
-        calls = [np.sort(s.output_after_ns) / max(s.end_ns - s.start_ns, 1) for s in several]
-    else:
-        start, end = min(s.start_ns for s in spans), max(s.end_ns for s in spans)
-        out = np.concatenate([np.array(s.output_after_ns) + (s.start_ns - start) for s in spans])
-        calls = [np.sort(out) / max(end - start, 1)]
-    most = max(map(len, calls))
-    done = np.unique(np.ceil(np.linspace(0, 1, _KNOTS + 1)[1:] * most)) / most
-    at = [call[np.ceil(done * len(call) - 1e-9).astype(int) - 1] for call in calls]
-    times = np.minimum(np.average(at, axis=0, weights=list(map(len, calls))), 1.0)
-    if np.interp(0.5, done, times) >= _AT_ONCE:
+    start, end = min(s.start_ns for s in spans), max(s.end_ns for s in spans)
+    out = np.sort(np.concatenate([np.array(s.output_after_ns) + (s.start_ns - start) for s in spans]))
+    done = np.unique(np.ceil(np.linspace(0, 1, _KNOTS + 1)[1:] * len(out))) / len(out)
+    times = np.minimum(out[np.ceil(done * len(out) - 1e-9).astype(int) - 1] / max(end - start, 1), 1.0)
+    if np.interp(0.5, done, times) >= AT_ONCE:
         return None
     return sched_pb2.CompletionCurve(stage=stage, time_fraction=times, item_fraction=done, devices=devices)
 

@@ -2,13 +2,15 @@
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, median
 
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 
 _Spans = Sequence[flow_pb2.Span]
+Moments = Mapping[str, Sequence[int]]
+LATELY = 3  # iterations whose hand-offs count: one alone may be off by a millisecond a hand-off
 _MOVES = (flow_pb2.SPAN_KIND_ONLOAD, flow_pb2.SPAN_KIND_OFFLOAD)
 
 
@@ -29,9 +31,17 @@ def hand_offs(timeline: flow_pb2.Timeline, graph: flow_pb2.WorkflowGraph) -> lis
     return [sched_pb2.HandOff(stage=stage, seconds=median(values)) for stage, values in sorted(found.items())]
 
 
+def lately(found: Iterable[sched_pb2.HandOff]) -> dict[str, float]:
+    """Seconds by stage: the median of the last three iterations that were measured."""
+    by_stage: dict[str, list[float]] = defaultdict(list)
+    for one in found:
+        by_stage[one.stage].append(one.seconds)
+    return {stage: median(seconds[-LATELY:]) for stage, seconds in by_stage.items()}
+
+
 def _gaps(spans: _Spans, senders: Mapping[str, str]) -> dict[str, dict[int, list[float]]]:
     """By stage and rank, the seconds before each of its calls."""
-    begin, out, devices = min(s.start_ns for s in spans), _moments(spans), _devices(spans)
+    begin, out, devices = min(s.start_ns for s in spans), moments(spans), _devices(spans)
     busy = sorted((s for s in spans if s.kind == flow_pb2.SPAN_KIND_BUSY), key=lambda s: s.start_ns)
     gaps: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for span in busy:
@@ -41,7 +51,7 @@ def _gaps(spans: _Spans, senders: Mapping[str, str]) -> dict[str, dict[int, list
             work = [s.end_ns for s in busy if s.group == span.group and s.stage not in senders]
             ready = max((end for end in work if end <= span.start_ns), default=begin)
         elif span.inputs:
-            made = [_last(out[name], span.start_ns, begin) for name in span.inputs if name in out]
+            made = [last_before(out[name], span.start_ns, begin) for name in span.inputs if name in out]
             ready = max(made, default=begin)
         else:
             continue
@@ -50,7 +60,7 @@ def _gaps(spans: _Spans, senders: Mapping[str, str]) -> dict[str, dict[int, list
     return gaps
 
 
-def _moments(spans: _Spans) -> dict[str, list[int]]:
+def moments(spans: _Spans) -> Moments:
     """When each item came out, each time that it did: in a loop it does so in every round."""
     out: dict[str, list[int]] = defaultdict(list)
     for span in sorted(spans, key=lambda s: s.start_ns):
@@ -60,7 +70,8 @@ def _moments(spans: _Spans) -> dict[str, list[int]]:
     return out
 
 
-def _last(moments: list[int], until: int, otherwise: int) -> int:
+def last_before(moments: Sequence[int], until: int, otherwise: int) -> int:
+    """The last of ascending moments that is no later than `until`."""
     at = bisect_right(moments, until)
     return moments[at - 1] if at else otherwise
 

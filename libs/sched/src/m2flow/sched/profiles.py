@@ -1,18 +1,24 @@
 """Profiles over time: measured spans folded in, runs merged, and what no longer holds dropped."""
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from statistics import median
+from typing import TypeVar
+
+from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched._curve import completion_curve
-from m2flow.sched._hand_offs import hand_offs
+from m2flow.sched._hand_offs import LATELY, hand_offs, moments
+from m2flow.sched._loop_items import loop_stage
 from m2flow.sched._workflow import reduce_graph
 from m2flow.sched.errors import InputError
 
 _KEPT = 256  # samples of one stage: the latest
+_Entry = TypeVar("_Entry", sched_pb2.Sample, sched_pb2.HandOff)
 _SIDE_BY_SIDE = 0.5  # of a stage's busy time that another must overlap to have been its neighbour
 
 
@@ -30,7 +36,8 @@ def fold_spans(
     another group's on other devices was measured beside it. Onload and offload become switch costs, a publish stage's
     way from sender to receiver a sync cost: the median of the iterations in the timeline. A stage that gave its items
     one by one, in one call of each rank or in a loop, leaves its completion curve on so many devices: the latest. What
-    passes between stages, the devices free and nobody at work, becomes hand-offs (`_hand_offs`).
+    passes between stages, the devices free and nobody at work, becomes hand-offs (`_hand_offs`), what the items did in
+    a loop, the latest, loop items (`_loop_items`); a stage in a loop gives a sample for each size of its calls.
 
     Raises:
         InputError: a span names a stage that the graph does not have.
@@ -53,24 +60,28 @@ def fold_spans(
         elif span.kind in (flow_pb2.SPAN_KIND_ONLOAD, flow_pb2.SPAN_KIND_OFFLOAD):
             moves.setdefault((span.group, span.kind), []).append(span)
     syncs: dict[str, list[float]] = {}
+    out = {iteration: moments([s for s in timeline.spans if s.iteration == iteration]) for _, iteration in busy}
     for (stage, iteration), spans in sorted(busy.items(), key=lambda b: (b[0][1], b[0][0])):
         if stages[stage].kind == flow_pb2.STAGE_KIND_PUBLISH:
             syncs.setdefault(stage, []).append(_sync_seconds(spans, waits.get((stage, iteration), [])))
             continue
         num_devices = devices.get(stages[stage].group, 0) or 1
-        sample = _sample(stage, spans, num_devices)
-        if sample is not None:
+        if stage in looped:
+            items, samples = loop_stage(stage, spans, out[iteration], num_devices)
+            _replace(folded.loop_items, [items], ("stage",))
+        else:
+            samples = _samples(stage, spans, num_devices)
+            if (curve := completion_curve(stage, spans, num_devices)) is not None:
+                _replace(folded.curves, [curve], ("stage", "devices"))
+        for sample in samples:
             sample.beside.extend(_neighbours(stage, iteration, busy, stages, plan))
-            folded.samples.append(sample)
-        curve = completion_curve(stage, spans, num_devices, in_loop=stage in looped)
-        if curve is not None:
-            _replace(folded.curves, [curve], ("stage", "devices"))
+        folded.samples.extend(samples)
     for stage, seconds in syncs.items():
         _set_sync(folded, stages[stage].group, stages[stage].to, median(seconds))
     for (group, kind), spans in moves.items():
         _set_switch(folded, group, kind, spans)
     if not plan.staleness:  # else what a device did in another iteration is not in sight
-        _replace(folded.hand_offs, hand_offs(timeline, graph), ("stage",))
+        folded.hand_offs.extend(hand_offs(timeline, graph))
     _trim(folded)
     return folded
 
@@ -96,7 +107,8 @@ def merge(profiles: Iterable[sched_pb2.Profile]) -> sched_pb2.Profile:
         _replace(merged.switches, profile.switches, ("group",))
         _replace(merged.syncs, profile.syncs, ("source", "target"))
         _replace(merged.curves, profile.curves, ("stage", "devices"))
-        _replace(merged.hand_offs, profile.hand_offs, ("stage",))
+        merged.hand_offs.extend(profile.hand_offs)
+        _replace(merged.loop_items, profile.loop_items, ("stage",))
         _replace(merged.models, profile.models, ("stage",))
         merged.transfer_latency_s = profile.transfer_latency_s or merged.transfer_latency_s
         merged.transfer_bytes_per_s = profile.transfer_bytes_per_s or merged.transfer_bytes_per_s
@@ -115,7 +127,7 @@ def _identity(profile: sched_pb2.Profile) -> str:
     return f"model {profile.model!r} on {profile.hardware!r}, version {profile.version!r}"
 
 
-def _sample(stage: str, spans: list[flow_pb2.Span], devices: int) -> sched_pb2.Sample | None:
+def _samples(stage: str, spans: list[flow_pb2.Span], devices: int) -> list[sched_pb2.Sample]:
     items, tokens = sum(s.items for s in spans), sum(s.tokens for s in spans)
     ranks: dict[int, list[flow_pb2.Span]] = {}
     for span in spans:
@@ -123,16 +135,18 @@ def _sample(stage: str, spans: list[flow_pb2.Span], devices: int) -> sched_pb2.S
     calls = max(len(r) for r in ranks.values())
     seconds = max(sum(s.end_ns - s.start_ns for s in r) for r in ranks.values()) / 1e9
     if not items or not seconds:
-        return None
+        return []
     peak = max(s.peak_bytes for s in spans)
-    return sched_pb2.Sample(
-        stage=stage,
-        devices=devices,
-        items=items / calls,
-        tokens=tokens / calls,
-        seconds=seconds / calls,
-        peak_bytes=peak,
-    )
+    return [
+        sched_pb2.Sample(
+            stage=stage,
+            devices=devices,
+            items=items / calls,
+            tokens=tokens / calls,
+            seconds=seconds / calls,
+            peak_bytes=peak,
+        )
+    ]
 
 
 def _sync_seconds(spans: list[flow_pb2.Span], waits: list[flow_pb2.Span]) -> float:
@@ -220,13 +234,18 @@ def _replace(merged: object, added: Iterable[object], keys: tuple[str, ...]) -> 
 
 
 def _trim(profile: sched_pb2.Profile) -> None:
-    """Keeps the latest samples of each stage, in order."""
-    count: dict[str, int] = {}
+    """Keeps the latest samples and hand-offs of each stage, in order."""
+    _keep_latest(profile.samples, _KEPT)
+    _keep_latest(profile.hand_offs, LATELY)
+
+
+def _keep_latest(entries: "RepeatedCompositeFieldContainer[_Entry]", most: int) -> None:
+    count: Counter[str] = Counter()
     kept = []
-    for sample in reversed(profile.samples):
-        count[sample.stage] = count.get(sample.stage, 0) + 1
-        if count[sample.stage] <= _KEPT:
-            kept.append(sample)
-    if len(kept) < len(profile.samples):
-        del profile.samples[:]
-        profile.samples.extend(reversed(kept))
+    for entry in reversed(entries):
+        count[entry.stage] += 1
+        if count[entry.stage] <= most:
+            kept.append(entry)
+    if len(kept) < len(entries):
+        del entries[:]
+        entries.extend(reversed(kept))

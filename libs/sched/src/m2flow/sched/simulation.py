@@ -211,7 +211,8 @@ class _Loop:
         neighbours = _stages_of(model, beside) | {s for s in self._node.stages if not self._share(s, stage)}
         away = group.residency == flow_pb2.RESIDENCY_OFFLOADED
         onload_s, offload_s = model.costs.switch_s(group.group) if away else (0.0, 0.0)
-        curve = _curve.nearest(model.request.profile.curves, stage, len(ids))
+        items_of = {i.stage: i for i in model.request.profile.loop_items}
+        known = items_of.get(stage, sched_pb2.LoopItems())
         count = np.array([float(len(ids))])
 
         @cache
@@ -221,7 +222,9 @@ class _Loop:
 
         @cache
         def emits(items: int) -> Sequence[float]:
-            return [1.0] * items if curve is None else _curve.chunk_fractions(curve, items).tolist()
+            if not known.one_by_one:
+                return [1.0] * items
+            return [min(seconds(number) / seconds(items), 1.0) for number in range(1, items + 1)]
 
         width = len(ids) // num_ranks
         return Part(
@@ -233,6 +236,9 @@ class _Loop:
             hand_off_s=model.costs.hand_off_s(stage),
             seconds=seconds,
             emits=emits,
+            passes=known.passes,
+            relative=known.relative,
+            pulls=known.pulls,
         )
 
     def _share(self, one: str, other: str) -> bool:

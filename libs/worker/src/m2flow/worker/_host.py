@@ -4,6 +4,7 @@ The worker's own lane is the thread that calls `run`, the process's main thread 
 attached object has a lane of its own.
 """
 
+import logging
 import os
 import threading
 import time
@@ -19,6 +20,8 @@ from m2flow.worker._lane import Job, Lane, Reporter, wake
 from m2flow.worker._wire import device_from_proto, group_of
 from m2flow.worker.context import WorkerContext
 from m2flow.worker.target import resolve_target
+
+_log = logging.getLogger(__name__)
 
 
 def deliver(request: pb.SessionRequest, hosts: "Iterable[RankHost]") -> None:
@@ -81,6 +84,10 @@ class RankHost:
         self._lane.run()
         for lane in self._lanes.values():
             lane.stop()
+        try:
+            worker.close()
+        except Exception:
+            _log.exception("%s.%d: close failed", order.group, order.rank)
         return True
 
     def take(self, request: pb.SessionRequest) -> Iterator[Lane]:

@@ -34,6 +34,9 @@ class Worker:
     def setup(self) -> None:
         """Builds what is heavy. Runs once, after the devices are bound."""
 
+    def close(self) -> None:
+        """Ends what `setup` started, such as processes. Runs once, when the rank is stopped; not when it dies."""
+
     def onload(self) -> None:
         """Moves the state onto the devices."""
 

@@ -4,6 +4,7 @@ What failed, or took too long, follows the pool's policy: "score" gives it the f
 is none, "stop" raises.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,11 +17,15 @@ from m2flow.worker.pool import Outcome, TaskPool
 
 @dataclass(frozen=True)
 class Reward:
-    """What an item got: `score`, None where it was skipped; `error` says why there was none of its own."""
+    """What an item got: `score`, None where it was skipped; `error` says why there was none of its own.
+
+    `count` is the name that it is counted by: reward/scored, or for a failure reward/errors, /timeouts or /deaths.
+    """
 
     score: float | None
     parts: Mapping[str, float]
     error: str = ""
+    count: str = "reward/scored"
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,11 @@ class FailurePolicy:
         if self.on_failure not in ("score", "skip", "stop"):
             raise ValueError(f"reward: got on_failure={self.on_failure!r}, want 'score', 'skip' or 'stop'")
 
-    def failed(self, error: str) -> Reward:
+    def failed(self, error: str, count: str = "reward/errors") -> Reward:
         """The reward of an item that has none of its own. Raises RewardFailed where the policy is to stop."""
         if self.on_failure == "stop":
             raise RewardFailed(f"reward: {error}: want a score, or on_failure='score' or 'skip'")
-        return Reward(self.failure_score if self.on_failure == "score" else None, {}, error)
+        return Reward(self.failure_score if self.on_failure == "score" else None, {}, error, count)
 
 
 SCORE_ZERO = FailurePolicy()
@@ -90,7 +95,7 @@ class RewardPool:
     def counts(self) -> dict[str, float]:
         """Since the start, for the metrics: reward/scored, reward/errors, reward/timeouts, reward/deaths."""
         found = self._pool.counts()
-        return {f"reward/{'scored' if kind == 'done' else kind}": float(found[kind]) for kind in KINDS}
+        return {_count(kind): float(found[kind]) for kind in KINDS}
 
     def close(self) -> None:
         """Ends the processes. Blocks until they have ended."""
@@ -105,11 +110,29 @@ class RewardPool:
         self.close()
 
     def _reward(self, outcome: Outcome) -> Reward:
-        return _parsed(outcome.value) if outcome.kind == "done" else self._policy.failed(outcome.error)
+        if outcome.kind != "done":
+            return self._policy.failed(outcome.error, _count(outcome.kind))
+        try:
+            return _parsed(outcome.value)
+        except (KeyError, TypeError, ValueError) as failure:
+            return self._policy.failed(
+                f"got {outcome.value!r:.80}, want a finite number or one under 'reward': {failure}"
+            )
+
+
+def _count(kind: str) -> str:
+    return f"reward/{'scored' if kind == 'done' else kind}"
 
 
 def _parsed(value: Any) -> Reward:
     if isinstance(value, dict):
         parts = {name: float(part) for name, part in value.items() if name != "reward"}
-        return Reward(float(value["reward"]), parts)
-    return Reward(float(value), {})
+        return Reward(_finite(value["reward"]), parts)
+    return Reward(_finite(value), {})
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError("it is not finite")
+    return number

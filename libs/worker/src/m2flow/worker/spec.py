@@ -7,7 +7,7 @@ from inspect import getattr_static
 from typing import Any, Literal, NoReturn
 
 # What the runtime itself calls; not for callers of a group.
-_RESERVED = frozenset({"setup", "group", "context", "config", "on_death", "in_step", "shards", "load_shards"})
+_RESERVED = frozenset({"setup", "close", "group", "context", "config", "on_death", "in_step", "shards", "load_shards"})
 
 
 @dataclass(frozen=True)

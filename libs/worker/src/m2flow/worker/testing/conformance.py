@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -173,6 +174,13 @@ class LauncherConformance:
         assert self.session.start(spec, "1").whoami().result(30)[0]["devices"] == [1]
         self.session.stop(self.session.groups["brief"])
         refused(SessionClosedError, "it was stopped", lambda: brief.echo(1))
+
+    def test_a_stopped_rank_closes_what_it_started(self, tmp_path: Path) -> None:
+        """Each of a group's ranks, before the stop returns."""
+        brief = self.session.start(self.spec({"closed": str(tmp_path)}, name="brief"), "0-1")
+        assert not list(tmp_path.iterdir())
+        self.session.stop(brief)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
     def test_calls_of_a_stopped_group_end(self) -> None:
         """Those that it had no time to answer."""

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from m2flow.worker.base import Worker
@@ -13,7 +14,7 @@ from m2flow.worker.context import WorkerContext
 
 class Probe(Worker):
     """Does what it is told. `config` is a tree that it gives back; {"setup": "raise"} makes its setup fail,
-    {"setup": "sleep 1"} makes it slow."""
+    {"setup": "sleep 1"} makes it slow, {"closed": path} makes its end leave a file there."""
 
     def setup(self) -> None:
         self.count = 0
@@ -24,6 +25,10 @@ class Probe(Worker):
             raise RuntimeError("the probe was told to fail in setup")
         if told == "sleep":
             time.sleep(float(rest))
+
+    def close(self) -> None:
+        if isinstance(self.config, dict) and "closed" in self.config:
+            (Path(self.config["closed"]) / str(self.context.rank)).touch()
 
     def echo(self, value: Any) -> Any:
         """Gives the value back."""

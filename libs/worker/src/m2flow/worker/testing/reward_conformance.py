@@ -40,6 +40,13 @@ class RewarderConformance(ABC):
         with self.make(FailurePolicy("skip")) as rewarder:
             assert rewarder.score(asked("raise"))[0].score is None
 
+    def test_what_is_no_number_is_a_failure(self) -> None:
+        """As any other."""
+        with self.make(FailurePolicy("skip")) as rewarder:
+            (reward,) = rewarder.score(asked("nan"))
+            assert reward.score is None
+            assert "it is not finite" in reward.error
+
     def test_a_caller_may_give_less_time(self) -> None:
         """Than the rewarder gives by itself."""
         with self.make(FailurePolicy("skip")) as rewarder:

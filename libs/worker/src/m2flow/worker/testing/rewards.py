@@ -1,5 +1,6 @@
 """Reward functions that behave and misbehave: what a pool is tested with."""
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ def length(fields: Mapping[str, Any]) -> float:
 
 
 def obedient(fields: Mapping[str, Any]) -> dict[str, float]:
-    """Does what the completion says: "sleep 5", "raise", "exit 3"; else its length, and a part."""
+    """Does what the completion says: "sleep 5", "raise", "exit 3", "nan"; else its length, and a part."""
     word, _, rest = str(fields["completion"]).partition(" ")
     if word == "sleep":
         time.sleep(float(rest))
@@ -20,4 +21,4 @@ def obedient(fields: Mapping[str, Any]) -> dict[str, float]:
         raise ValueError("no answer in the completion")
     elif word == "exit":
         os._exit(int(rest))
-    return {"reward": float(len(word)), "format": 1.0}
+    return {"reward": math.nan if word == "nan" else float(len(word)), "format": 1.0}

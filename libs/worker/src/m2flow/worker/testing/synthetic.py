@@ -128,13 +128,16 @@ class SyntheticWorker(Worker):
         return sorted(finished, key=lambda entry: (entry[0], entry[1].seq))
 
     def factor(self, item: Item) -> float:
-        """How many times the mean this item costs."""
+        """How many times the mean this item costs: by its place, the same in every iteration, so that these compare."""
         tail = self.config.tail
-        return math.exp(self.rng(item).gauss(-tail * tail / 2, tail)) if tail else 1.0
+        return math.exp(self._rng(item.seq).gauss(-tail * tail / 2, tail)) if tail else 1.0
 
     def rng(self, item: Item) -> random.Random:
         """A generator of this item's own, the same in every run, worker and attempt."""
-        return random.Random(zlib.crc32(f"{self.config.seed}:{item.id}".encode()))
+        return self._rng(item.id)
+
+    def _rng(self, name: object) -> random.Random:
+        return random.Random(zlib.crc32(f"{self.config.seed}:{name}".encode()))
 
     def load_weights(self, weights: Mapping[str, Any], version: int) -> None:
         """Takes a published version, and remembers its sum to put into what it emits."""

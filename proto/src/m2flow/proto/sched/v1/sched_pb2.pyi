@@ -61,6 +61,20 @@ class CompletionCurve(_message.Message):
     devices: int
     def __init__(self, stage: _Optional[str] = ..., time_fraction: _Optional[_Iterable[float]] = ..., item_fraction: _Optional[_Iterable[float]] = ..., devices: _Optional[int] = ...) -> None: ...
 
+class LoopItems(_message.Message):
+    __slots__ = ("stage", "passes", "relative", "pulls", "one_by_one")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    PASSES_FIELD_NUMBER: _ClassVar[int]
+    RELATIVE_FIELD_NUMBER: _ClassVar[int]
+    PULLS_FIELD_NUMBER: _ClassVar[int]
+    ONE_BY_ONE_FIELD_NUMBER: _ClassVar[int]
+    stage: str
+    passes: _containers.RepeatedScalarFieldContainer[int]
+    relative: _containers.RepeatedScalarFieldContainer[float]
+    pulls: bool
+    one_by_one: bool
+    def __init__(self, stage: _Optional[str] = ..., passes: _Optional[_Iterable[int]] = ..., relative: _Optional[_Iterable[float]] = ..., pulls: bool = ..., one_by_one: bool = ...) -> None: ...
+
 class HandOff(_message.Message):
     __slots__ = ("stage", "seconds")
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -94,7 +108,7 @@ class SyncCost(_message.Message):
     def __init__(self, source: _Optional[str] = ..., target: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Profile(_message.Message):
-    __slots__ = ("model", "hardware", "version", "samples", "curves", "switches", "syncs", "transfer_latency_s", "transfer_bytes_per_s", "models", "measured_on", "hand_offs")
+    __slots__ = ("model", "hardware", "version", "samples", "curves", "switches", "syncs", "transfer_latency_s", "transfer_bytes_per_s", "models", "measured_on", "hand_offs", "loop_items")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     HARDWARE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +121,7 @@ class Profile(_message.Message):
     MODELS_FIELD_NUMBER: _ClassVar[int]
     MEASURED_ON_FIELD_NUMBER: _ClassVar[int]
     HAND_OFFS_FIELD_NUMBER: _ClassVar[int]
+    LOOP_ITEMS_FIELD_NUMBER: _ClassVar[int]
     model: str
     hardware: str
     version: str
@@ -119,7 +134,8 @@ class Profile(_message.Message):
     models: _containers.RepeatedCompositeFieldContainer[StageModel]
     measured_on: DeviceSpec
     hand_offs: _containers.RepeatedCompositeFieldContainer[HandOff]
-    def __init__(self, model: _Optional[str] = ..., hardware: _Optional[str] = ..., version: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., curves: _Optional[_Iterable[_Union[CompletionCurve, _Mapping]]] = ..., switches: _Optional[_Iterable[_Union[SwitchCost, _Mapping]]] = ..., syncs: _Optional[_Iterable[_Union[SyncCost, _Mapping]]] = ..., transfer_latency_s: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[StageModel, _Mapping]]] = ..., measured_on: _Optional[_Union[DeviceSpec, _Mapping]] = ..., hand_offs: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ...) -> None: ...
+    loop_items: _containers.RepeatedCompositeFieldContainer[LoopItems]
+    def __init__(self, model: _Optional[str] = ..., hardware: _Optional[str] = ..., version: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., curves: _Optional[_Iterable[_Union[CompletionCurve, _Mapping]]] = ..., switches: _Optional[_Iterable[_Union[SwitchCost, _Mapping]]] = ..., syncs: _Optional[_Iterable[_Union[SyncCost, _Mapping]]] = ..., transfer_latency_s: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[StageModel, _Mapping]]] = ..., measured_on: _Optional[_Union[DeviceSpec, _Mapping]] = ..., hand_offs: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ..., loop_items: _Optional[_Iterable[_Union[LoopItems, _Mapping]]] = ...) -> None: ...
 
 class Transformer(_message.Message):
     __slots__ = ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocabulary", "tied_embeddings", "experts", "active_experts", "head_size")

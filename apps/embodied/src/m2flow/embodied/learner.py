@@ -144,7 +144,7 @@ class LearnerWorker(Worker):
         count = 0
         for _ in range(config.num_epochs):
             order = torch.randperm(int(mask.sum()), generator=generator)
-            shuffled = [tensor[order].split(config.minibatch_size) for tensor in steps.values()]
+            shuffled = [torch.split(tensor[order], config.minibatch_size) for tensor in steps.values()]
             for parts in zip(*shuffled, strict=True):
                 sums.update(self._step(dict(zip(steps, parts, strict=True))))
                 count += 1

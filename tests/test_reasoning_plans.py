@@ -79,7 +79,7 @@ def test_under_spatial_they_have_their_own_cores(spatial) -> None:
 
 
 def test_rollout_weights_change_at_every_step(temporal) -> None:
-    versions = [{s["policy_version"] for s in temporal.samples(step)} for step in range(1, 11)]
+    versions = [{v for s in temporal.samples(step) for v, _ in s["policy_versions"]} for step in range(1, 11)]
     assert all(len(seen) == 1 for seen in versions)
     assert sorted(v for seen in versions for v in seen) == [v for seen in versions for v in seen]
     assert len({v for seen in versions for v in seen}) == 10

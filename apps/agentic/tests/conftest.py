@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(worker: Any) -> Any:
-    worker.context = SimpleNamespace(rank=0, world_size=1)
+    worker.context = SimpleNamespace(rank=0, world_size=1, safe_point=lambda: None)
     worker.setup()
     return worker
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,12 @@ class ScriptedEngine:
         self.fed: list[tuple[list[int], Completion]] = []
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, more: More | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        more: More | None = None,
+        safe_point: Callable[[], None] | None = None,
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Turns as they were told, the newest prompt's first."""
         waiting = deque(enumerate(prompts))
@@ -50,7 +55,8 @@ class ScriptedEngine:
             ids = list(prompt.token_ids)
             said = self._tokenizer(solve(self._tokenizer.decode(ids)), add_special_tokens=False).input_ids
             token_ids = np.array(said, dtype=np.int32)
-            self.fed.append((ids, Completion(token_ids, -0.5 - token_ids.astype(np.float32), "stop")))
+            versions = np.full(len(said), self.policy_version, dtype=np.int32)
+            self.fed.append((ids, Completion(token_ids, -0.5 - token_ids.astype(np.float32), versions, "stop")))
             yield index, [self.fed[-1][1]]
 
 

@@ -97,6 +97,15 @@ def test_a_huge_batch_is_checked_at_once() -> None:
     assert "set it to one of 8, 16, 32" in problem
 
 
+def test_an_age_that_no_sample_reaches_is_refused(tmp_path: Path) -> None:
+    assert _build("loss.max_age=0", "staleness=1").batch_problems() == []
+    (problem,) = _build("loss.max_age=1", "staleness=1", "plan=spatial").batch_problems()
+    assert problem.startswith("loss.max_age: got 1 and staleness 1, which no sample is older than: lower it")
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("staleness: 2")
+    assert _build("loss.max_age=1", f"plan={plan}").batch_problems() == []
+
+
 def test_a_later_override_wins_and_the_tree_is_not_changed() -> None:
     tree = parse_yaml("num_steps: 3\noptimiser: {lr: 1.0e-4}\n", origin="test")
     merged = merge_overrides(tree, ["optimiser.lr=2e-5", "optimiser.lr=3e-5"])

@@ -89,7 +89,10 @@ def test_with_staleness_steps_run_ahead_and_none_is_lost_or_doubled(toy: Toy, tm
     assert ended.code == 0, ended.err
     assert [row["step"] for row in run.read_metrics() if "critic/score/mean" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert _state(run)["counts"] == [8 * 4, 8]
-    ages = {step: {step - row["policy_version"] for row in rows} for step, rows in run.read_samples().items()}
+    ages = {
+        step: {step - version for row in rows for version, _ in row["policy_versions"]}
+        for step, rows in run.read_samples().items()
+    }
     assert len(ages) == 8
     assert all(found <= {0, 1} for found in ages.values())
     # None runs ahead of an evaluation or a checkpoint, the others do.

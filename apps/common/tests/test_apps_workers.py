@@ -31,7 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(worker: Any, *, rank: int = 0, world_size: int = 1) -> Any:
-    worker.context = SimpleNamespace(rank=rank, world_size=world_size, compute_in_one_thread=lambda: None)
+    nothing = {name: lambda: None for name in ("safe_point", "compute_in_one_thread")}
+    worker.context = SimpleNamespace(rank=rank, world_size=world_size, **nothing)
     worker.setup()
     return worker
 
@@ -72,7 +73,7 @@ def test_a_plain_loop_learns(model: Path) -> None:
         sampler.load_weights(learner.named_weights(), iteration)
         rewards.append(outcome.metrics["critic/score/mean"])
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
-    assert {row["policy_version"] for row in outcome.samples} == {14}
+    assert {version for row in outcome.samples for version, _ in row["policy_versions"]} == {14}
 
 
 def test_samples_carry_what_training_needs(model: Path) -> None:
@@ -83,7 +84,7 @@ def test_samples_carry_what_training_needs(model: Path) -> None:
         assert sample.groups["prompt"].size == SAMPLES
         assert fields["prompt_ids"].dtype == fields["completion_ids"].dtype == np.int32
         assert len(fields["logprobs"]) == len(fields["completion_ids"]) <= 4
-        assert fields["policy_version"] == 0
+        assert fields["token_versions"].tolist() == [0] * len(fields["completion_ids"])
 
 
 def test_samples_do_not_depend_on_how_prompts_are_dealt(model: Path) -> None:
@@ -150,6 +151,49 @@ def test_samples_of_other_weights_are_corrected_and_counted(
     assert metrics["rollout_corr/weight"] == pytest.approx(weight, abs=1e-4)
     assert metrics["rollout_corr/cut"] == cut
     assert metrics["actor/grad_norm"] == pytest.approx(weight * plain["actor/grad_norm"], rel=1e-3)
+
+
+def test_samples_that_are_too_old_do_not_teach_and_are_counted(model: Path) -> None:
+    """Of a third, the first token was drawn with weights of one update before."""
+    sampler = rollout(model)
+    sampler.load_weights(actor(model).named_weights(), 3)
+    groups = graded(list(sampler.generate(prompts(4))), odd)
+    old = [
+        replace(group, members=tuple(began_earlier(m) if n % 3 == 0 else m for n, m in enumerate(group.members)))
+        for group in groups
+    ]
+    young = [
+        replace(
+            group.with_fields(advantages=np.delete(group.fields["advantages"], [0, 3])),
+            members=tuple(m for n, m in enumerate(group.members) if n % 3),
+        )
+        for group in groups
+    ]
+    limited, without, lenient, whole = actor(model, max_age=1), actor(model), actor(model, max_age=2), actor(model)
+    metrics = measure(limited.train(old)).metrics
+    without.train(young)
+    assert torch.equal(gradient(limited), gradient(without))
+    assert metrics["staleness/dropped"] == len(PROMPTS) * SAMPLES / 3
+    assert metrics["staleness/max"] == 2
+    assert measure(lenient.train(old)).metrics["staleness/dropped"] == 0
+    whole.train(groups)
+    assert torch.equal(gradient(lenient), gradient(whole))
+    assert not torch.equal(gradient(limited), gradient(whole))
+
+
+def test_where_all_samples_are_too_old_nothing_is_learned(model: Path) -> None:
+    groups = graded(list(rollout(model).generate(prompts(4))), odd)
+    learner = actor(model, max_age=3)
+    metrics = measure(learner.train(groups)).metrics
+    assert metrics["staleness/dropped"] == len(PROMPTS) * SAMPLES
+    assert int(learner.shards()["steps"]) == 0
+
+
+def began_earlier(sample: Item) -> Item:
+    """The sample, its first token drawn with weights of one update before."""
+    versions = sample.fields["token_versions"].copy()
+    versions[0] -= 1
+    return sample.with_fields(token_versions=versions)
 
 
 def test_the_optimiser_steps_at_minibatch_boundaries(model: Path) -> None:

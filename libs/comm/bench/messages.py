@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _ray_queue
 from _rows import Cast, main, median_us, row, said
 
-from m2flow.comm import ChannelClosedError, Endpoint, Put
+from m2flow.comm import ChannelClosedError, Endpoint, Lease, Put
 
 BODY = b"x" * 1000
 
@@ -71,13 +71,13 @@ def consumer(endpoint: Endpoint, batch: str) -> dict[str, Any]:
     channel = endpoint.channel("q", host="index")
     delays: list[int] = []
     started = 0.0
+    done: list[Lease] = []
     try:
         while True:
-            leases = [channel.get()] if int(batch) == 1 else channel.get_batch(int(batch))
+            done = [channel.get(ack=done)] if int(batch) == 1 else channel.get_batch(int(batch), ack=done)
             started = started or time.monotonic()
             now = time.monotonic_ns()
-            delays += [now - lease.item["t"] for lease in leases]
-            channel.ack(leases)
+            delays += [now - lease.item["t"] for lease in done]
     except ChannelClosedError:
         pass
     return {"start": started, "end": time.monotonic(), "count": len(delays), "us": median_us(delays)}

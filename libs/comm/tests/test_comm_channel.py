@@ -44,6 +44,20 @@ def test_items_arrive_in_order_with_what_they_were_put_with(ends: Any) -> None:
     assert (stats.put, stats.acked, stats.tombstones, stats.queued, stats.leased) == (2, 2, 1, 0, 0)
 
 
+def test_leases_are_committed_by_the_request_that_names_them(ends: Any) -> None:
+    _, producer, consumer = ends
+    producer.put_many([Put(item=index, id=str(index)) for index in range(3)])
+    first = consumer.get()
+    (second,) = consumer.get_batch(1.0, ack=[first])
+    third = consumer.get(ack=[second])
+    stats = consumer.stats()
+    assert (stats.acked, stats.leased) == (2, 1)
+    with pytest.raises(TimeoutError_):
+        consumer.get(ack=[third], timeout_s=0.05)  # also where no item comes
+    stats = consumer.stats()
+    assert (stats.acked, stats.leased, stats.regiven) == (3, 0, 0)
+
+
 def test_large_items_come_in_shared_memory_and_the_memory_is_used_again(make_endpoint: Any) -> None:
     host, producer, consumer = make_endpoint("host"), make_endpoint("p"), make_endpoint("c")
     host.host_channel("q", capacity=4, producers=["p"], consumers=["c"])

@@ -130,12 +130,24 @@ class Promise:
 
     def __init__(self, world):
         self.world, self.kept, self.value, self.error, self.events = world, False, None, None, []
+        self.callbacks = []
 
     def keep(self, value=None, error=None):
         with self.world.mutex:
             self.kept, self.value, self.error = True, value, error
             for event in self.events:
                 self.world.wake(event)
+        for callback in self.callbacks:
+            callback(self)
+
+    def add_done_callback(self, callback):
+        if self.kept:
+            callback(self)
+        else:
+            self.callbacks.append(callback)
+
+    def exception(self):
+        return self.error
 
     def done(self):
         return self.kept
@@ -196,7 +208,8 @@ class Line:
         ]
         self._ask(lambda caller: self._index.put(caller, entries, wait=True), timeout_s)
 
-    def get_batch(self, weight, *, at_least=None, key=None, iteration=None, timeout_s=None):
+    def get_batch(self, weight, *, at_least=None, key=None, iteration=None, ack=(), timeout_s=None):
+        self.ack(list(ack))
         found = self._ask(lambda caller: self._index.get(caller, Filter(key, iteration), weight, at_least), timeout_s)
         return [SimpleNamespace(id=e.id, number=e.lease, item=e.payload.item) for e in found]
 
@@ -249,7 +262,7 @@ class VirtualEndpoint:
     def channel(self, name, *, host):
         return Line(self, name)
 
-    def handle(self, service, handler):
+    def handle(self, service, handler, *, prompt=False):
         self.fabric.handlers[self.name, service] = handler
 
     def on_peer_lost(self, callback):

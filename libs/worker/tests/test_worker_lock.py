@@ -52,6 +52,17 @@ def test_a_unit_asks_for_all_its_devices_at_once() -> None:
         table.ask(3, "other", [], (0, 0), peer="p", now_s=0)
 
 
+def test_a_hold_is_in_the_way_of_whoever_waits_for_one_of_its_devices() -> None:
+    table = LockTable()
+    table.ask(1, "a", [0, 1], (0, 0), peer="p", now_s=0)
+    table.ask(2, "b", [2], (0, 1), peer="p", now_s=0)
+    assert table.in_the_way() == set()
+    table.ask(3, "c", [1, 3], (0, 2), peer="p", now_s=0)
+    assert table.in_the_way() == {1}
+    assert table.release(1, now_s=0) == [3]
+    assert table.in_the_way() == set()
+
+
 def test_the_dead_neither_hold_nor_wait() -> None:
     table = LockTable()
     table.ask(1, "a", [0], (0, 0), peer="dead", now_s=0)

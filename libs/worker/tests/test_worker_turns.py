@@ -16,7 +16,7 @@ TOKEN = "t"
 
 @pytest.fixture
 def ends(tmp_path: Path) -> Iterator[list[Endpoint]]:
-    made = [Endpoint(tmp_path / "run", name, token=TOKEN) for name in ("driver", "a.0", "b.0")]
+    made = [Endpoint(tmp_path / "run", name, token=TOKEN, connect_timeout_s=1.0) for name in ("driver", "a.0", "b.0")]
     yield made
     for end in made:
         end.close()
@@ -62,6 +62,86 @@ def test_other_devices_in_the_same_turn_are_refused(ends: list[Endpoint]) -> Non
     lock = DeviceLock(ends[1])
     more = lock.turn("a", [0, 1], (0, 0))
     with lock.turn("a", [0], (0, 0)), pytest.raises(RemoteError, match="all its devices in one turn"), more:
+        pass
+
+
+def test_a_unit_keeps_its_devices_until_another_asks(ends: list[Endpoint]) -> None:
+    server = LockServer(ends[0])
+    lock, other = DeviceLock(ends[1]), DeviceLock(ends[2])
+    for iteration in range(3):
+        with lock.turn("a", [0], (iteration, 0)):
+            pass
+    assert server.stats().num_grants == 1
+    assert [hold.owner for hold in server.stats().holds] == ["a"]
+    with other.turn("b", [0], (0, 1), timeout_s=5.0):
+        assert [hold.owner for hold in server.stats().holds] == ["b"]
+    with lock.turn("a", [0], (3, 0), timeout_s=5.0):
+        assert [hold.owner for hold in server.stats().holds] == ["a"]
+    with lock.turn("a", [0, 1], (4, 0), timeout_s=5.0):  # another plan
+        assert [hold.devices for hold in server.stats().holds] == [{0, 1}]
+
+
+def test_a_turn_that_is_recalled_ends_when_its_block_does(ends: list[Endpoint]) -> None:
+    server = LockServer(ends[0])
+    lock, other = DeviceLock(ends[1]), DeviceLock(ends[2])
+    for iteration in range(50):
+        inside = threading.Event()
+
+        def wait(ticket: tuple[int, int], inside: threading.Event = inside) -> None:
+            with other.turn("b", [0], ticket, timeout_s=5.0):
+                inside.set()
+
+        with lock.turn("a", [0], (iteration, 0), timeout_s=5.0):
+            thread = threading.Thread(target=wait, args=((iteration, 1),))
+            thread.start()
+            while not server.stats().waiters:
+                time.sleep(0.001)
+            assert not inside.is_set()
+        assert inside.wait(5.0)
+        thread.join(5.0)
+    assert server.stats().num_grants == 100
+
+
+def test_units_that_take_turns_all_get_on(ends: list[Endpoint]) -> None:
+    LockServer(ends[0])
+    locks = [DeviceLock(ends[1]), DeviceLock(ends[2])]
+    inside: list[str] = []
+    most: list[int] = []
+
+    def work(number: int) -> None:
+        for iteration in range(100):
+            with locks[number % 2].turn(f"unit{number}", [0, number % 3 + 1], (iteration, number), timeout_s=10.0):
+                inside.append(f"unit{number}")
+                most.append(len(inside))
+                inside.remove(f"unit{number}")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert len(most) == 600
+    assert max(most) == 1
+
+
+def test_a_lock_that_is_closed_keeps_nothing(ends: list[Endpoint]) -> None:
+    server = LockServer(ends[0])
+    lock = DeviceLock(ends[1])
+    with lock.turn("a", [0], (0, 0)):
+        pass
+    lock.close()
+    with lock.turn("a", [1], (0, 0)):
+        pass
+    while server.stats().holds:
+        time.sleep(0.01)
+
+
+def test_what_a_process_kept_is_free_when_it_has_left(ends: list[Endpoint]) -> None:
+    LockServer(ends[0])
+    with DeviceLock(ends[1]).turn("a", [0], (0, 0)):
+        pass
+    ends[1].close()
+    with DeviceLock(ends[2]).turn("b", [0], (0, 1), timeout_s=20.0):
         pass
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from safetensors.torch import load_file, save_file
@@ -14,7 +14,15 @@ from transformers import AutoTokenizer
 from m2flow.apps.batch import groups_per_minibatch
 from m2flow.apps.imitation import Imitation, imitation_loss, worked_example
 from m2flow.apps.language import LanguageModelConfig
-from m2flow.apps.policy_loss import Aggregation, Correction, PolicyLoss, PolicyLossConfig, graded_samples
+from m2flow.apps.policy_loss import (
+    Aggregation,
+    Correction,
+    GradedSample,
+    PolicyLoss,
+    PolicyLossConfig,
+    graded_samples,
+    own_versions,
+)
 from m2flow.worker import GroupSpec, Item, Worker, stage
 from m2flow.worker.engines.memory import keep_freed_pages
 from m2flow.worker.engines.trainer import Metrics
@@ -38,6 +46,7 @@ class ActorConfig:
     lr, betas, weight_decay, max_grad_norm: AdamW's.
     clip_low, clip_high, loss_aggregation: the policy loss's, see `PolicyLossConfig`.
     correction, max_weight: for samples of older weights, see `PolicyLossConfig`.
+    max_age: a sample with a token whose weights were more updates behind does not teach; "any": all do.
     temperature: the sampler's.
     imitate_until, imitate_max_steps: of a supervised stage, see `Imitation`.
     deterministic: a minibatch's gradients are accumulated when it is whole, in source order and in one thread: the same
@@ -58,6 +67,7 @@ class ActorConfig:
     loss_aggregation: Aggregation = "token_mean"
     correction: Correction = "none"
     max_weight: float = 2.0
+    max_age: int | Literal["any"] = "any"
     temperature: float = 1.0
     imitate_until: float = 0.0
     imitate_max_steps: int = 1
@@ -116,10 +126,11 @@ class ActorWorker(Worker):
             if not self._minibatch.continues(place, groups):
                 self._step()
             self._take(place, groups)
+            too_old = [len(group.members) - len(self._fresh(group)) for group in groups]
             worked = [self._worked_tokens(group) for group in groups]
             whole = len(self._minibatch.seen) == self._config.groups_per_minibatch
             metrics = [*[{}] * (len(groups) - 1), self._step() if whole else {}]
-            receipts += [_receipt(*group) for group in zip(groups, worked, metrics, strict=True)]
+            receipts += [_receipt(*group) for group in zip(groups, too_old, worked, metrics, strict=True)]
         return receipts
 
     def named_weights(self) -> Mapping[str, Tensor]:
@@ -173,12 +184,16 @@ class ActorWorker(Worker):
             minibatch.sums[name] = minibatch.sums.get(name, 0.0) + value
 
     def _learn(self, groups: Sequence[Item]) -> tuple[float, Metrics]:
-        graded = [sample for group in groups for sample in graded_samples(group)]
-        weight = sum(self._loss.weight(sample.sample) for sample in graded)
-        teaching = [sample for group in groups if _teaches(group) for sample in graded_samples(group)]
+        weight = sum(self._loss.weight(sample.sample) for group in groups for sample in self._fresh(group))
+        teaching = [sample for group in groups if _teaches(group) for sample in self._fresh(group)]
         if not teaching:
             return weight, {}
         return weight, self._engine.accumulate([sample.sample for sample in teaching], self._loss.bind(teaching))
+
+    def _fresh(self, group: Item) -> list[GradedSample]:
+        """The members that are not too old to be learned from."""
+        oldest = self._config.max_age
+        return [sample for sample in graded_samples(group) if oldest == "any" or sample.age <= oldest]
 
     def _imitate(self, groups: Sequence[Item]) -> tuple[float, Metrics]:
         if not groups:
@@ -190,7 +205,7 @@ class ActorWorker(Worker):
         """The tokens that have a gradient, of the samples or of the worked example in their place."""
         if self._imitation.is_on:
             return len(group.members[0].fields["example_ids"])
-        return sum(len(member.fields["completion_ids"]) for member in group.members) if _teaches(group) else 0
+        return sum(len(one.sample.completion_ids) for one in self._fresh(group)) if _teaches(group) else 0
 
     def _step(self) -> Metrics:
         """Takes the optimiser step of the minibatch at hand, if any; returns its metrics."""
@@ -235,6 +250,7 @@ def actor_group(
         "loss_aggregation": config.loss.aggregation,
         "correction": config.loss.correction,
         "max_weight": config.loss.max_weight,
+        "max_age": config.loss.max_age,
         "temperature": config.sampling.temperature,
         "imitate_until": imitate_until,
         "imitate_max_steps": imitate_max_steps,
@@ -269,7 +285,7 @@ def _teaches(group: Item) -> bool:
     return bool(np.any(group.fields["advantages"]))
 
 
-def _receipt(group: Item, worked_tokens: int, metrics: Metrics) -> Item:
+def _receipt(group: Item, too_old: int, worked_tokens: int, metrics: Metrics) -> Item:
     """A group for the driver: what people and metrics need of it, without its tokens."""
     members = group.members
     first = members[0].fields
@@ -281,7 +297,8 @@ def _receipt(group: Item, worked_tokens: int, metrics: Metrics) -> Item:
             "answer": first["answer"],
             "completions": [member.fields["completion"] for member in members],
             "rewards": [float(reward) for reward in group.fields["rewards"]],
-            "versions": [int(member.fields["policy_version"]) for member in members],
+            "versions": [_tokens_by_version(member) for member in members],
+            "too_old": too_old,
             "prompt_length": len(first["prompt_ids"]),
             "lengths": [_num_own(member) for member in members],
             "fed": [len(member.fields["completion_ids"]) - _num_own(member) for member in members],
@@ -292,6 +309,12 @@ def _receipt(group: Item, worked_tokens: int, metrics: Metrics) -> Item:
             "metrics": metrics,
         },
     )
+
+
+def _tokens_by_version(sample: Item) -> list[list[int]]:
+    """[version, tokens that it drew] for each policy version that a sample has tokens of, the oldest first."""
+    versions, counts = np.unique(own_versions(sample), return_counts=True)
+    return [list(pair) for pair in zip(versions.tolist(), counts.tolist(), strict=True)]
 
 
 def _num_own(sample: Item) -> int:

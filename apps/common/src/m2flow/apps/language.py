@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from m2flow.apps.batch import batch_problems, derived_numbers
@@ -39,6 +40,7 @@ class LossConfig:
     aggregation: Literal["token_mean", "sequence_mean"] = setting("token_mean", "what the loss is averaged over")
     correction: Literal["none", "tis", "mis", "icepop"] = setting("none", "how samples of older weights are weighed")
     max_weight: float = setting(2.0, "importance weights beyond this are cut (tis) or dropped (mis, icepop)", above=0)
+    max_age: int | Literal["any"] = setting("any", "samples with a token more updates old than this are dropped", low=0)
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,19 @@ class LanguageModelConfig(TrainingConfig):
         return self.model.source
 
     def batch_problems(self) -> list[str]:
-        """What does not divide, and a correction that has nothing to compare with."""
+        """What does not divide, a correction that has nothing to compare with, an age that no sample reaches."""
         steps = self.prompts_per_step * self.samples_per_prompt / self.minibatch_size * self.num_epochs
         problems = batch_problems(self)
         if self.loss.correction != "none" and steps > 1 and not problems:
             problems.append(
                 f"loss.correction: got {self.loss.correction!r} and {steps:g} optimiser steps an iteration, want one, "
                 "whose forward pass is the policy before it: set minibatch_size to all samples and num_epochs to 1"
+            )
+        oldest = self.loss.max_age
+        if oldest != "any" and oldest >= self.staleness and not Path(self.plan).is_file():  # a file says its own
+            problems.append(
+                f"loss.max_age: got {oldest} and staleness {self.staleness}, which no sample is older than: "
+                "lower it below staleness, or leave it out"
             )
         return problems
 

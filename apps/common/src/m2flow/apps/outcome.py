@@ -1,5 +1,6 @@
 """What a step's receipts come to: numbers by verl's names, and rollouts to look at."""
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
@@ -20,7 +21,9 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
     `groups/all_equal` counts the groups whose rewards are all the same, which teach nothing. Lengths are of the
     policy's own tokens. What samples counted themselves (`counts`, by name) is summed; `reward/NAME` is the mean of
     that part of a reward over the samples that have it.
-    `staleness` is how many updates a sample's weights were behind those that its step began to train.
+    `staleness` is how many updates the weights that drew a token were behind those that its step began to train, over
+    tokens; `staleness/swapped` counts samples in the middle of which weights changed, `staleness/dropped` those that
+    were too old to be learned from.
     """
     by_seq = {receipt.seq: receipt for receipt in receipts}  # epochs give a receipt each
     groups = [by_seq[seq].fields for seq in sorted(by_seq)]
@@ -29,7 +32,11 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
     clipped = [cut for group in groups for cut in group["clipped"]]
     prompt_lengths = [group["prompt_length"] for group in groups]
     given = sum(group["prompt_length"] * len(group["lengths"]) + sum(group["fed"]) for group in groups)
-    ages = [receipt.iteration - version for receipt in by_seq.values() for version in receipt.fields["versions"]]
+    versions = [spans for group in groups for spans in group["versions"]]
+    ages = Counter[int]()
+    for receipt in by_seq.values():
+        for version, num_tokens in itertools.chain(*receipt.fields["versions"]):
+            ages[receipt.iteration - version] += num_tokens
     counts: Counter[str] = Counter()
     for group in groups:
         for counted in group["counts"]:
@@ -48,8 +55,10 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
         "prompt_length/mean": _mean(prompt_lengths),
         "groups/count": float(len(groups)),
         "groups/all_equal": float(sum(len(set(group["rewards"])) == 1 for group in groups)),
-        "staleness/mean": _mean(ages),
+        "staleness/mean": sum(age * num_tokens for age, num_tokens in ages.items()) / ages.total(),
         "staleness/max": float(max(ages)),
+        "staleness/swapped": float(sum(len(spans) > 1 for spans in versions)),
+        "staleness/dropped": float(sum(group["too_old"] for group in groups)),
         "tokens": float(given + sum(lengths)),
         **{name: float(count) for name, count in counts.items()},
         **{f"reward/{name}": _mean(values) for name, values in parts.items()},
@@ -64,10 +73,10 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
             "completion": completion,
             "answer": group["answer"],
             "reward": reward,
-            "policy_version": version,
+            "policy_versions": spans,
         }
         for group in groups
-        for completion, reward, version in zip(group["completions"], group["rewards"], group["versions"], strict=True)
+        for completion, reward, spans in zip(group["completions"], group["rewards"], group["versions"], strict=True)
     ]
     means = {name: _mean(values) for name, values in steps.items()}
     silent = metrics["groups/all_equal"] == metrics["groups/count"] and "supervised/nll" not in means

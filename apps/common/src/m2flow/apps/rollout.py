@@ -78,12 +78,16 @@ class RolloutWorker(Worker):
     def generate(self, items: list[Item]) -> Iterator[Item]:
         """The samples of each prompt, as children by "prompt", a prompt's together as soon as its last one ends.
 
-        Reads `prompt` (text) and `chat`; adds `prompt_ids` and `completion_ids` (int32), `logprobs` (float32, of the
-        policy that sampled), `completion` (text), `finish_reason` and `policy_version`.
+        Reads `prompt` (text) and `chat`; adds `prompt_ids` and `completion_ids` (int32), `completion` (text),
+        `finish_reason`, and for each token `logprobs` (float32) and `token_versions` (int32), those of the policy that
+        drew it: weights that come meanwhile are taken between two tokens.
         """
         config, size = self._config, self._config.samples_per_prompt
         prompts = [Prompt(self._prompt_ids(item.fields), self._seeds(item)) for item in items]
-        for index, completions in self._engine.generate(prompts, self._params(config.temperature)):
+        safe_point = self.context.safe_point
+        for index, completions in self._engine.generate(
+            prompts, self._params(config.temperature), safe_point=safe_point
+        ):
             prompt_ids = np.array(prompts[index].token_ids, dtype=np.int32)
             for number, completion in enumerate(completions):
                 yield items[index].child(
@@ -94,8 +98,8 @@ class RolloutWorker(Worker):
                     completion_ids=completion.token_ids,
                     logprobs=completion.logprobs,
                     completion=self._text(completion.token_ids),
+                    token_versions=completion.token_versions,
                     finish_reason=completion.finish_reason,
-                    policy_version=self._engine.policy_version,
                 )
 
     @stage
@@ -103,10 +107,10 @@ class RolloutWorker(Worker):
         """Each conversation with the model's next turn, as soon as it ends; others come in while it goes on.
 
         Reads `prompt_ids` and `completion_ids` (int32: what was said so far), `seed` and `turn`, a number that counts
-        the conversation's turns; adds `turn_ids` (int32), `turn_logprobs` (float32), `turn_end` ("stop" or "length")
-        and `policy_version`.
+        the conversation's turns; adds `turn_ids` (int32), `turn_logprobs` (float32), `turn_versions` (int32) and
+        `turn_end` ("stop" or "length"). Weights that come meanwhile are taken between two tokens.
         """
-        yield from self._speak(inbox.take, self._config.temperature)
+        yield from self._speak(inbox.take, self._config.temperature, self.context.safe_point)
 
     def turns(self, items: list[Item], temperature: float) -> list[Item]:
         """What `speak` gives at a temperature, for conversations outside the flow, in their order."""
@@ -137,7 +141,9 @@ class RolloutWorker(Worker):
         """The bytes of the model."""
         return self._engine.resident_bytes()
 
-    def _speak(self, take: Callable[[int], list[Item]], temperature: float) -> Iterator[Item]:
+    def _speak(
+        self, take: Callable[[int], list[Item]], temperature: float, safe_point: Callable[[], None] | None = None
+    ) -> Iterator[Item]:
         items: list[Item] = []
 
         def more(room: int) -> list[Prompt]:
@@ -145,12 +151,12 @@ class RolloutWorker(Worker):
             items.extend(taken)
             return [_said_so_far(item) for item in taken]
 
-        for index, (turn,) in self._engine.generate([], self._params(temperature), more=more):
+        for index, (turn,) in self._engine.generate([], self._params(temperature), more=more, safe_point=safe_point):
             yield items[index].with_fields(
                 turn_ids=turn.token_ids,
                 turn_logprobs=turn.logprobs,
+                turn_versions=turn.token_versions,
                 turn_end=turn.finish_reason,
-                policy_version=self._engine.policy_version,
             )
 
     def _params(self, temperature: float) -> SamplingParams:

@@ -60,8 +60,9 @@ class LearnerWorker(Worker):
         self._config = config = LearnerConfig(**{**self.config, "betas": tuple(self.config["betas"])})
         self._policy = load_policy(Path(config.model))
         self._parameters = list(self._policy.parameters())
+        # The networks are small: a kernel for each parameter and each step of the formula would cost more than they do.
         self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=config.lr, betas=config.betas, eps=1e-5, weight_decay=config.weight_decay
+            self._parameters, lr=config.lr, betas=config.betas, eps=1e-5, weight_decay=config.weight_decay, fused=True
         )
         for parameter in self._parameters:
             zeros = {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
@@ -143,8 +144,9 @@ class LearnerWorker(Worker):
         count = 0
         for _ in range(config.num_epochs):
             order = torch.randperm(int(mask.sum()), generator=generator)
-            for chosen in torch.split(order, config.minibatch_size):
-                sums.update(self._step({name: tensor[chosen] for name, tensor in steps.items()}))
+            shuffled = [torch.split(tensor[order], config.minibatch_size) for tensor in steps.values()]
+            for parts in zip(*shuffled, strict=True):
+                sums.update(self._step(dict(zip(steps, parts, strict=True))))
                 count += 1
         return {name: value / count for name, value in sums.items()} | {"actor/lr": config.lr}
 
@@ -161,7 +163,7 @@ class LearnerWorker(Worker):
         self._optimizer.zero_grad()
         loss = gain + config.value_coef * error - config.entropy_coef * entropy
         torch.autograd.backward(loss)
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, config.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, config.max_grad_norm, foreach=True)
         self._optimizer.step()
         with torch.no_grad():
             moved = new.detach() - part["logprobs"]

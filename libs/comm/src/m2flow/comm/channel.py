@@ -148,14 +148,23 @@ class Channel:
 
     # Taking.
 
-    def get(self, *, key: str | None = None, iteration: int | None = None, timeout_s: float | None = None) -> Lease:
+    def get(
+        self,
+        *,
+        key: str | None = None,
+        iteration: int | None = None,
+        ack: Sequence[Lease] = (),
+        timeout_s: float | None = None,
+    ) -> Lease:
         """Takes the first item, of a key or an iteration when they are given. Blocks until there is one.
 
+        First it commits the leases in `ack`, as `ack` does, for the price of no message: they are committed also where
+        there is no item for it.
         Raises IterationEnded once every producer has ended `iteration` and none of its items is queued for this
         consumer; ChannelClosedError once the channel is closed and drained; PeerLostError naming a producer that died,
         once what it had put is drained and unless a successor is announced; TimeoutError_ after `timeout_s` seconds.
         """
-        return self._ask_get(0.0, key, iteration).wait(timeout_s)[0]
+        return self._ask_get(0.0, key, iteration, ack).wait(timeout_s)[0]
 
     def get_batch(
         self,
@@ -164,20 +173,21 @@ class Channel:
         at_least: float | None = None,
         key: str | None = None,
         iteration: int | None = None,
+        ack: Sequence[Lease] = (),
         timeout_s: float | None = None,
     ) -> list[Lease]:
         """Takes items of total weight `weight`, in order. Blocks until so much is there, or no more can come.
 
         With `at_least` it waits only for so much, and takes what is there by then; 0 does not wait, and may take
         nothing. Never more than `weight`, unless the first alone is heavier. Less when every producer has ended the
-        iteration or closed, when one died, or when the channel is full and cannot hold as much. Raises what `get`
-        raises.
+        iteration or closed, when one died, or when the channel is full and cannot hold as much. `ack` is as in `get`,
+        which says what is raised.
         """
         if not weight > 0:
             raise ValueError(f"get_batch: got weight {weight}, want more than 0: get takes one item")
         if at_least is not None and not 0 <= at_least <= weight:
             raise ValueError(f"get_batch: got at_least {at_least}, want 0 to the weight {weight}")
-        return self._ask_get(weight, key, iteration, at_least).wait(timeout_s)
+        return self._ask_get(weight, key, iteration, ack, at_least).wait(timeout_s)
 
     async def aget(self, *, key: str | None = None, iteration: int | None = None) -> Lease:
         """Like `get`, without blocking the event loop; cancelled, it loses no item."""
@@ -226,8 +236,16 @@ class Channel:
         request.channel = self.name
         return Asked(self.name, self._connect(self.host), request, key, iteration, device=self._device)
 
-    def _ask_get(self, weight: float, key: str | None, iteration: int | None, at_least: float | None = None) -> Asked:
-        get = comm_pb2.GetRequest(key=key, iteration=iteration, weight=weight, at_least=at_least)
+    def _ask_get(
+        self,
+        weight: float,
+        key: str | None,
+        iteration: int | None,
+        ack: Sequence[Lease] = (),
+        at_least: float | None = None,
+    ) -> Asked:
+        done = [lease.number for lease in ack]
+        get = comm_pb2.GetRequest(key=key, iteration=iteration, weight=weight, at_least=at_least, done=done)
         return self._ask(comm_pb2.ChannelRequest(get=get), key, iteration)
 
     def _ask_put(

@@ -127,15 +127,16 @@ class Endpoint:
 
     # Calls.
 
-    def handle(self, service: str, handler: Handler) -> None:
+    def handle(self, service: str, handler: Handler, *, prompt: bool = False) -> None:
         """Answers the calls of a service with `handler(Request) -> tree`, from now on.
 
         Handlers run on a few threads, never the io thread; those of one peer and service run one at a time, in the
         order sent. A handler that must wait returns a concurrent.futures.Future: its result, or error, is the answer.
+        A `prompt` handler never waits and answers with little: it runs on the thread that reads, which costs less.
         Calls that came earlier wait for it, for as long as a peer may take to appear. Raises ValueError for a service
         that has a handler. Blocks for the io thread.
         """
-        self._on_io_thread(lambda: self._calls.add(service, handler))
+        self._on_io_thread(lambda: self._calls.add(service, handler, prompt=prompt))
 
     def request(
         self, peer: str, service: str, method: str, args: Tree = None, *, timeout_s: float | None = None

@@ -92,6 +92,8 @@ class Inbox:
         # Places whose output is yet to be put; leases of other rounds of theirs, after a death, wait for that.
         self._in_hand: set[tuple[int, ...]] = set()
         self._waiting: list[Lease] = []
+        # What is done with, to be committed by the next request for items.
+        self._done: list[Lease] = []
         self.ended = not inbox.ports
 
     @property
@@ -107,6 +109,7 @@ class Inbox:
                 self._pull(self._stage.share, timeout_s, wait=not self._ready)
             chunk = self._cut(self._stage.share)
             if chunk is not None or self.ended:
+                self._commit_done()
                 return chunk
             if not self._stage.inbox.feedback:
                 self._pull(self._stage.share, timeout_s)
@@ -117,14 +120,14 @@ class Inbox:
         self._look_round()
         if (most > self._num_ready() or self._stage.inbox.feedback) and not self.ended:
             self._pull(most, None, wait=False)
+        self._commit_done()
         return self._cut(most)
 
     def ack(self, chunk: Chunk) -> None:
-        """Commits a chunk, after its outputs were put."""
+        """Commits a chunk, after its outputs were put; `next`, `arrived` or `ack_rest`, which follows, says so."""
         self.sent(chunk.items)
         inside = {lease.number for lease in self._inside.values()}
-        if done := [lease for lease in chunk.leases if lease.number not in inside]:
-            self._channel.ack(done)
+        self._done += [lease for lease in chunk.leases if lease.number not in inside]
 
     def sent(self, items: Iterable[Item]) -> None:
         """Notes that outputs are on their way; before they are, no other round of theirs is given out."""
@@ -133,12 +136,18 @@ class Inbox:
 
     def ack_rest(self) -> None:
         """Commits, at the end, what was taken and led to no chunk, and what was kept for a recount."""
-        rest = [lease for leases in self._leases.values() for lease in leases]
-        if rest := [*rest, *self._inside.values(), *self._counted]:
-            self._channel.ack(rest)
+        self._done += [lease for leases in self._leases.values() for lease in leases]
+        self._done += [*self._inside.values(), *self._counted]
+        self._commit_done()
         self._leases.clear()
         self._inside.clear()
         self._counted.clear()
+
+    def _commit_done(self) -> None:
+        """Commits what is done with, where no request for items took it along."""
+        if self._done:
+            self._channel.ack(self._done)
+            self._done = []
 
     def _pull(self, most: int, timeout_s: float | None, *, wait: bool = True) -> None:
         """Takes from the channel what brings no more than `most` items."""
@@ -148,9 +157,10 @@ class Inbox:
             demand, at_least = missing, int(wait)
         else:
             demand = at_least = self._glue.demand(missing)
+        done, self._done = self._done, []
         try:
             leases = self._channel.get_batch(
-                demand, at_least=at_least, key=self._key, iteration=self._iteration, timeout_s=timeout_s
+                demand, at_least=at_least, key=self._key, iteration=self._iteration, ack=done, timeout_s=timeout_s
             )
         except IterationEnded:
             self._finish()
@@ -175,7 +185,7 @@ class Inbox:
         port = parse_id(lease.id).port
         if item.tombstone and port not in self._stage.inbox.feedback:
             if (port, item.seq) in self._dead:
-                self._channel.ack(lease)
+                self._done.append(lease)
                 return
             self._dead.add((port, item.seq))
         if self._recounts:
@@ -206,7 +216,7 @@ class Inbox:
         if self._recounts and not entries:
             self._counted.append(lease)
         else:
-            self._channel.ack([lease, *(self._inside.pop(seq) for seq in entries)])
+            self._done += [lease, *(self._inside.pop(seq) for seq in entries)]
 
     def _look_round(self) -> None:
         """Takes what waited for another round, and ends the iteration of a loop in which nothing is left."""

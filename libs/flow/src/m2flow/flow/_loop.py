@@ -6,7 +6,7 @@ take a chunk -> have the weights -> take the turn -> load -> run -> put outputs 
 import itertools
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -166,7 +166,8 @@ class StageLoop:
         """Runs the stage's method; what it gives is on its way when this returns."""
         self._num_chunks += 1
         name, unit = self._stage.name, self._unit
-        with unit.running(name, self._iteration) as span:
+        weights = unit.safe_points.during() if self._stage.lag > 0 else nullcontext()
+        with unit.running(name, self._iteration) as span, weights:
             made = self._pulled(chunk) if self._pulls else self._method(list(chunk.items))
             given = unit.recorder.noting(span, self._checked(made))
             if isinstance(made, list):
@@ -180,13 +181,11 @@ class StageLoop:
 
     def _pulled(self, chunk: Chunk) -> Iterator[Item]:
         """Lets the stage pull; yields what it gives and the tombstones that pass it by."""
-        points = self._unit.safe_points
-        inbox = Pull(chunk.items, partial(self._extend, chunk), points.reach)
-        with points.during():
-            for item in self._checked(self._method(inbox)):
-                yield item
-                dead, chunk.dead = chunk.dead, []
-                yield from dead
+        inbox = Pull(chunk.items, partial(self._extend, chunk))
+        for item in self._checked(self._method(inbox)):
+            yield item
+            dead, chunk.dead = chunk.dead, []
+            yield from dead
         if inbox.num_left:
             raise RunError(
                 f"{self._stage.name}: the stage returned and left {inbox.num_left} items, want it to take all"

@@ -7,18 +7,14 @@ from m2flow.worker import Item
 
 
 class Pull:
-    """Gives the items in hand first, then those that `more(most)` has; between two steps is a safe point."""
+    """Gives the items in hand first, then those that `more(most)` has."""
 
-    def __init__(
-        self, items: Iterable[Item], more: Callable[[int], list[Item]], safe_point: Callable[[], None]
-    ) -> None:
+    def __init__(self, items: Iterable[Item], more: Callable[[int], list[Item]]) -> None:
         self._in_hand = deque(items)
         self._more = more
-        self._safe_point = safe_point
 
     def take(self, most: int) -> list[Item]:
-        """Up to `most` of the items that are there now. Blocks for the channel's answer, and to load new weights."""
-        self._safe_point()
+        """Up to `most` of the items that are there now. Blocks for the channel's answer."""
         self._in_hand.extend(self._more(most - len(self._in_hand)))
         return [self._in_hand.popleft() for _ in range(min(most, len(self._in_hand)))]
 

@@ -1,7 +1,8 @@
-"""New weights in the middle of a call: a stage that pulls has safe points, where it asks for more items.
+"""New weights in the middle of a call, where a plan lets samples be stale: interruptible rollouts.
 
-Whoever brings weights leaves what loads them; the stage runs it on its own thread, between two of its steps, and goes
-on with what it has in hand. Which tokens were made with which version is for the engine to write down.
+Whoever brings weights leaves what loads them; the stage runs it on its own thread, between two of its steps, where it
+calls `context.safe_point`, and goes on with what it has in hand; at the latest when the call ends. Which tokens were
+made with which version is for the engine to write down.
 """
 
 import threading
@@ -20,7 +21,7 @@ class SafePoints:
 
     @contextmanager
     def during(self) -> Iterator[None]:
-        """A call that comes to safe points; its end is the last."""
+        """A call that may come to safe points; its end is the last."""
         with self._mutex:
             self._open += 1
         try:

@@ -34,6 +34,7 @@ class Unit:
         self.residence = Residence(worker, context, recorder)
         self.orphans = Orphans()
         self.safe_points = SafePoints()
+        context.safe_point = self.safe_points.reach
         self._lock = DeviceLock(context.endpoint, host=DRIVER)
         self._weights = threading.Condition()
         self._version = -1
@@ -88,7 +89,8 @@ class Unit:
         return self._version
 
     def stop(self) -> None:
-        """Wakes whoever waits here."""
+        """Wakes whoever waits here, and gives back the devices."""
+        self._lock.close()
         self.sender.shutdown(wait=False)
         with self._weights:
             self._stopped = True

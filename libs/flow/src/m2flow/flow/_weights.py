@@ -51,8 +51,8 @@ class Reception:
     def receive(self, iteration: int, version: int) -> None:
         """Waits for `version` to be staged and gives it to the worker. Blocks.
 
-        A worker in a call that comes to safe points loads it at the next one. Else one that stays on its devices loads
-        it in a turn of its own, and one that comes and goes, when it is there.
+        Where samples may be stale, a worker in a call loads it at its next safe point. Else one that stays on its
+        devices loads it in a turn of its own, and one that comes and goes, when it is there.
         """
         stage, unit = self._stage, self._unit
         with unit.recorder.span(pb.SPAN_KIND_WAIT_WEIGHTS, stage.name, iteration):

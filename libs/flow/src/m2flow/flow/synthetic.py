@@ -314,6 +314,7 @@ class SyntheticDecoder(Worker):
         lanes, length = int(self.config.get("lanes", 4)), int(self.config.get("length", 8))
         running: dict[str, tuple[Item, list[int]]] = {}
         while True:
+            self.context.safe_point()
             running |= {item.id: (item, []) for item in inbox.take(lanes - len(running))}
             if not running:
                 return

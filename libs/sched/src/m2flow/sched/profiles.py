@@ -1,7 +1,9 @@
 """Profiles over time: measured spans folded in, runs merged, and what no longer holds dropped."""
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from statistics import median
 from typing import TypeVar
 
@@ -189,7 +191,18 @@ def _overlap(spans: list[flow_pb2.Span], others: list[flow_pb2.Span]) -> int:
             union[-1][1] = max(union[-1][1], end)
         else:
             union.append([start, end])
-    return sum(max(0, min(s.end_ns, end) - max(s.start_ns, start)) for s in spans for start, end in union)
+    found = 0
+    for span in spans:
+        first = bisect_right(union, span.start_ns, key=_end)
+        for start, end in islice(union, first, None):
+            if start >= span.end_ns:
+                break
+            found += min(span.end_ns, end) - max(span.start_ns, start)
+    return found
+
+
+def _end(interval: list[int]) -> int:
+    return interval[1]
 
 
 def _set_sync(profile: sched_pb2.Profile, source: str, target: str, seconds: float) -> None:

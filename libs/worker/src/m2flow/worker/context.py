@@ -19,6 +19,10 @@ class _Timers(threading.local):
         self.seconds: dict[str, float] = {}
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass
 class WorkerContext:
     """Set on a worker before `setup()`.
@@ -28,7 +32,8 @@ class WorkerContext:
     `open_endpoint` opens another, of another name, for who closes it. `host` is where other machines reach this one,
     empty in a run of one machine.
     `attempt` counts how often this rank was started before. `torch_threads` is how many threads torch gets; 0: one a
-    core.
+    core. A stage calls `safe_point` between two steps of its work, where its weights may be changed: flow does so where
+    newer ones have come and the plan lets samples be stale.
     """
 
     group: str
@@ -41,6 +46,7 @@ class WorkerContext:
     host: str = ""
     attempt: int = 0
     torch_threads: int = 0
+    safe_point: Callable[[], None] = _nothing
     turn: threading.RLock = field(default_factory=threading.RLock)
     _timers: _Timers = field(default_factory=_Timers)
 

@@ -100,6 +100,11 @@ class LockTable:
             self._held_s += now_s - hold.since_s
         return self._serve(now_s)
 
+    def in_the_way(self) -> set[int]:
+        """The requests whose holds keep another from its turn."""
+        wanted = frozenset[int]().union(*(waiter.devices for waiter in self._waiters))
+        return {hold.request for hold in self._holds.values() if hold.devices & wanted}
+
     def stats(self) -> LockStats:
         """The state now."""
         line = tuple(sorted(self._waiters, key=_turn))

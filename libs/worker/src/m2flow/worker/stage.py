@@ -29,6 +29,8 @@ def stage(method: StageMethod) -> StageMethod:
     An engine that batches continuously has `method(self, inbox: Inbox) -> Iterator[Item]` instead: it is called when
     there are items, takes as many as it has room for between its steps, yields each one as it is finished, and returns
     when it has nothing in hand and there is nothing to take. It is called again when there is.
+
+    A stage whose weights may change in the middle of a call says where: it calls `self.context.safe_point()`.
     """
     setattr(method, _MARK, True)
     return method

@@ -100,7 +100,7 @@ def _measure(outputs: Sequence[Item]) -> StepOutcome:
         "tokens": float(len(rewards)),
     }
     rows = [
-        {"prompt": item.id, "completion": "", "reward": reward, "policy_version": item.fields["versions"][0]}
+        {"prompt": item.id, "completion": "", "reward": reward, "policy_versions": [[item.fields["versions"][0], 1]]}
         for item in outputs
         for reward in item.fields["rewards"]
     ]

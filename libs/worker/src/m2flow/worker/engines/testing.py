@@ -59,6 +59,10 @@ def _reference_distributions(path: Path, tokens: Sequence[int], temperature: flo
     return logs
 
 
+def _reference_weights(path: Path) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in _reference_model(path).named_parameters()}
+
+
 @functools.lru_cache(maxsize=4)
 def _reference_model(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train(False)
@@ -190,12 +194,36 @@ class RolloutEngineSuite:
 
     def test_load_weights_replaces_the_policy(self, tmp_path: Path) -> None:
         engine = self.make_engine(save_tiny_model(tmp_path / "a"))
-        other = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path / "b", seed=1), dtype=torch.float32)
-        engine.load_weights({name: tensor.detach() for name, tensor in other.named_parameters()}, 7)
+        engine.load_weights(_reference_weights(save_tiny_model(tmp_path / "b", seed=1)), 7)
         assert engine.policy_version == 7
         ((_, (completion,)),) = engine.generate([Prompt([5, 6, 7], [1])], SamplingParams(6))
         want = reference_logprobs(tmp_path / "b", [5, 6, 7], completion.token_ids.tolist())
         np.testing.assert_allclose(completion.logprobs, want, atol=2e-5)
+
+    def test_weights_change_in_the_middle_of_a_generation(self, tmp_path: Path) -> None:
+        """Drawn tokens stay; each has the logprob of the weights that it was drawn with, given all before it."""
+        paths = [save_tiny_model(tmp_path / "a"), save_tiny_model(tmp_path / "b", seed=1), tmp_path / "a"]
+        engine = self.make_engine(paths[0])
+        loaded = {4: 1, 7: 2}  # after so many steps comes this version
+        steps = 0
+
+        def safe_point() -> None:
+            nonlocal steps
+            steps += 1
+            if steps in loaded:
+                engine.load_weights(_reference_weights(paths[loaded[steps]]), loaded[steps])
+
+        prompts = _prompts(5, 3)
+        groups = _by_index(engine.generate(prompts, SamplingParams(9), safe_point=safe_point))
+        for completion in groups[0]:  # what begins first has drawn a token a step
+            assert completion.token_versions.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2]
+        for prompt, group in zip(prompts, groups, strict=True):
+            for completion in group:
+                tokens, versions = completion.token_ids.tolist(), completion.token_versions
+                assert versions.dtype == np.int32
+                assert versions.tolist() == sorted(versions.tolist())
+                want = np.array([reference_logprobs(path, prompt.token_ids, tokens) for path in paths])
+                np.testing.assert_allclose(completion.logprobs, want[versions, np.arange(len(tokens))], atol=2e-5)
 
     def test_load_weights_refuses_another_model(self, tmp_path: Path) -> None:
         engine = self.make_engine(save_tiny_model(tmp_path))

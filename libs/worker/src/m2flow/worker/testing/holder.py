@@ -11,10 +11,14 @@ class Holder(Worker):
 
     on_death = "drop"
 
+    def setup(self) -> None:
+        """Has a way to the lock."""
+        self._lock = DeviceLock(self.context.endpoint)
+
     def hold(self, seconds: float) -> str:
         """Takes a turn on its devices and keeps it."""
         context = self.context
         owner = f"{context.group}.{context.rank}"
-        with DeviceLock(context.endpoint).turn(owner, context.device_ids, (0, context.rank)):
+        with self._lock.turn(owner, context.device_ids, (0, context.rank)):
             time.sleep(seconds)
         return "held"

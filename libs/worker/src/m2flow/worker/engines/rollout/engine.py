@@ -63,11 +63,13 @@ class Completion:
       token_ids: int32 [T], 1 <= T <= max_new_tokens.
       logprobs: float32 [T], of softmax(logits / temperature) over the whole vocabulary (temperature 1 when greedy):
         `top_p` limits what is drawn, not what is reported.
+      token_versions: int32 [T], the version of the weights that each token was drawn with; they never fall.
       finish_reason: "stop" if the last token is a stop token, else "length".
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
+    token_versions: NDArray[np.int32]
     finish_reason: Literal["stop", "length"]
 
 
@@ -81,7 +83,12 @@ class RolloutEngine(Protocol):
     policy_version: int
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, more: More | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        more: More | None = None,
+        safe_point: Callable[[], None] | None = None,
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Yield (index in `prompts`, a completion per seed) for each prompt, as soon as its last sample ends.
 
@@ -89,8 +96,11 @@ class RolloutEngine(Protocol):
         counted on from `prompts`. It ends when it has nothing left and there is no more.
 
         A sample depends on its own prompt and seed, never on what shares its batch, on the order of `prompts` or on
-        how they are split over calls (to the rounding of the number format). Blocks while it computes. Weights must
-        not be loaded while the iterator is alive.
+        how they are split over calls (to the rounding of the number format). Blocks while it computes.
+
+        Where there is `safe_point`, the engine calls it between decoding steps, and it may load weights: what was drawn
+        stays, keys and values are computed anew, and generation goes on. A token's logprob is that of the weights that
+        drew it, after all the tokens before it. At no other time may weights be loaded while the iterator is alive.
         """
 
     def load_weights(self, weights: "Mapping[str, Tensor]", version: int) -> None:

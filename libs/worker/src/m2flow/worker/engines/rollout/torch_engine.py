@@ -5,10 +5,14 @@ change: worked examples that prompts share, a prompt that its samples share, and
 that goes on are computed once. Decoding rows are distinct prefixes, not samples: samples that have drawn the same
 tokens so far share a row, and part where they differ. Prompts come in and finished samples leave between steps. Logits
 are computed for the rows' last positions alone.
+
+Weights may change between two steps. Keys and values of older weights are then thrown away and computed anew (AReaL's
+choice, arXiv 2505.24298; PipelineRL, arXiv 2509.19128, keeps them): a prefill buys logprobs that are those of one
+policy for each token, so that a trainer can weigh them against its own.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,11 +51,13 @@ class _Sample:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.versions: list[int] = []
 
     def completion(self, stop_token_ids: Sequence[int]) -> Completion:
         return Completion(
             token_ids=np.array(self.tokens, dtype=np.int32),
             logprobs=np.array(self.logprobs, dtype=np.float32),
+            token_versions=np.array(self.versions, dtype=np.int32),
             finish_reason="stop" if self.tokens[-1] in stop_token_ids else "length",
         )
 
@@ -81,7 +87,12 @@ class TorchRolloutEngine:
         return num_bytes(self._lm.model) + self._prefixes.num_bytes()
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, more: More | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        more: More | None = None,
+        safe_point: Callable[[], None] | None = None,
     ) -> Iterator[tuple[int, list[Completion]]]:
         waiting = deque(enumerate(prompts))
         num_seen, active = len(prompts), 0
@@ -99,12 +110,20 @@ class TorchRolloutEngine:
                 logits = self._prefill(cache, [running.prompt.token_ids for running in admitted], logits)
             if not rows:
                 return
-            rows, tokens, parents, done = _advance(rows, logits, params)
+            version = self.policy_version
+            rows, tokens, parents, done = _advance(rows, logits, params, version)
             for running in done:
                 active -= len(running.samples)
                 yield running.index, [sample.completion(params.stop_token_ids) for sample in running.samples]
             cache.select(parents)
-            logits = self._decode(cache, tokens) if rows else logits[:0]
+            if safe_point is not None:
+                safe_point()
+            if not rows:
+                logits = logits[:0]
+            elif self.policy_version == version:
+                logits = self._decode(cache, tokens)
+            else:
+                logits = self._begin_anew(cache, rows)
 
     def _admit(self, waiting: deque[tuple[int, Prompt]], room: int, *, idle: bool) -> Iterator[tuple[int, Prompt]]:
         """Takes from `waiting` what the two limits let in now; an idle engine takes one, whatever its size."""
@@ -124,6 +143,20 @@ class TorchRolloutEngine:
         paths, hidden = self._prefixes.prefill(self._lm, prompts)
         cache.add(self._prefixes, paths)
         return torch.cat([logits, hidden @ self._lm.head.T])
+
+    def _begin_anew(self, cache: RowCache, rows: Sequence["_Row"]) -> Tensor:
+        """Computes all that the rows hold with the present weights; returns the logits [rows, V] that follow."""
+        cache.clear()
+        logits = self._lm.head.new_empty(0, len(self._lm.head))
+        waiting = deque(row.token_ids for row in rows)
+        while waiting:
+            some = [waiting.popleft()]
+            tokens = self._prefixes.count_new(some[0])
+            while waiting and tokens + self._prefixes.count_new(waiting[0]) <= self._config.max_prefill_tokens:
+                tokens += self._prefixes.count_new(waiting[0])
+                some.append(waiting.popleft())
+            logits = self._prefill(cache, some, logits)
+        return logits
 
     @torch.inference_mode()
     def _decode(self, cache: RowCache, tokens: Sequence[int]) -> Tensor:
@@ -155,11 +188,16 @@ class _Row:
     running: _Running
     samples: list[int]
 
+    @property
+    def token_ids(self) -> list[int]:
+        """Its prompt and what its samples have drawn."""
+        return [*self.running.prompt.token_ids, *self.running.samples[self.samples[0]].tokens]
+
 
 def _advance(
-    rows: Sequence[_Row], logits: Tensor, params: SamplingParams
+    rows: Sequence[_Row], logits: Tensor, params: SamplingParams, version: int
 ) -> tuple[list[_Row], list[int], list[int], list[_Running]]:
-    """Draws a token for each sample of each row from logits [R, V].
+    """Draws a token for each sample of each row from logits [R, V] of weights of `version`.
 
     Returns the rows that go on, with the token that each begins with and the row that each comes of; and the prompts
     whose last sample has ended.
@@ -175,6 +213,7 @@ def _advance(
         for sample, token, logprob in zip(row.samples, *drawn[number], strict=True):
             running.samples[sample].tokens.append(token)
             running.samples[sample].logprobs.append(logprob)
+            running.samples[sample].versions.append(version)
             if token in params.stop_token_ids or running.position + 1 == params.max_new_tokens:
                 running.unfinished -= 1
             else:

@@ -9,6 +9,7 @@ once takes that long.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from statistics import median
 
 import numpy as np
@@ -68,11 +69,11 @@ def loop_stage(
         at_once = seconds * sum(map(len, calls)) / length_s
         return items, [_sample(found, at_once * num_ranks, spans, seconds)]
     relative = dict(zip(places, items.relative, strict=False))
-    longest = longest_of(items.relative)
+    longest = cache(partial(longest_of, items.relative))
     by_size: dict[int, list[float]] = defaultdict(list)
     for span, call in zip(spans, calls, strict=True):
         if span.items and span.end_ns > span.start_ns:
-            usual = longest[len(call) - 1] / max(relative[v.place] for v in call) if relative and call else 1.0
+            usual = longest(len(call)) / max(relative[v.place] for v in call) if relative and call else 1.0
             by_size[span.items].append((span.end_ns - span.start_ns) * usual / 1e9)
     return items, [_sample(found, n * num_ranks, spans, float(np.mean(times))) for n, times in sorted(by_size.items())]
 

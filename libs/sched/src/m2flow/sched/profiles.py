@@ -31,13 +31,13 @@ def fold_spans(
     """Returns the profile with what a run's spans measured; the argument is left as it is.
 
     Each stage and iteration gives one sample: its group's devices, the items (tokens) of one call of the whole group,
-    the busy seconds of its slowest rank in one call, and its highest peak. Items of a rank are what its span counts, so
-    a call of the group is the ranks' calls side by side. A stage whose busy time is overlapped by half or more with
-    another group's on other devices was measured beside it. Onload and offload become switch costs, a publish stage's
-    way from sender to receiver a sync cost: the median of the iterations in the timeline. A stage that gave its items
-    one by one, in one call of each rank or in a loop, leaves its completion curve on so many devices: the latest. What
-    passes between stages, the devices free and nobody at work, becomes hand-offs (`_hand_offs`), what the items did in
-    a loop, the latest, loop items (`_loop_items`); a stage in a loop gives a sample for each size of its calls.
+    the busy seconds of its slowest rank in one call, and its highest peak; in a loop one for each size of its calls.
+    Items of a rank are what its span counts, so a call of the group is the ranks' calls side by side. A stage whose
+    busy time is overlapped by half or more with another group's on other devices was measured beside it. Onload and
+    offload become switch costs, a publish stage's way from sender to receiver a sync cost: the median of the iterations
+    in the timeline. A stage that gave its items one by one, in one call of each rank, leaves its completion curve on so
+    many devices: the latest. What passes between stages, the devices free and nobody at work, becomes hand-offs
+    (`_hand_offs`), what the items did in a loop, the latest, loop items (`_loop_items`).
 
     Raises:
         InputError: a span names a stage that the graph does not have.
@@ -62,7 +62,10 @@ def fold_spans(
         elif span.kind in (flow_pb2.SPAN_KIND_ONLOAD, flow_pb2.SPAN_KIND_OFFLOAD):
             moves.setdefault((span.group, span.kind), []).append(span)
     syncs: dict[str, list[float]] = {}
-    out = {iteration: moments([s for s in timeline.spans if s.iteration == iteration]) for _, iteration in busy}
+    worked: dict[int, list[flow_pb2.Span]] = {}
+    for (_, iteration), spans in busy.items():
+        worked.setdefault(iteration, []).extend(spans)
+    out = {iteration: moments(spans) for iteration, spans in worked.items()} if looped else {}
     for (stage, iteration), spans in sorted(busy.items(), key=lambda b: (b[0][1], b[0][0])):
         if stages[stage].kind == flow_pb2.STAGE_KIND_PUBLISH:
             syncs.setdefault(stage, []).append(_sync_seconds(spans, waits.get((stage, iteration), [])))

@@ -1,6 +1,7 @@
 """Problems are disjoint from what is held out, the same for the same seed, and judged exactly."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -117,12 +118,31 @@ def test_problems_of_a_file_are_parted_and_judged_by_their_answers(tmp_path: Pat
         ('{"answer": 1}', "want an object with a text under 'prompt'"),
         ('{"prompt": "a", "answer": [1]}', r"got answer [1] and chat False, want a text or a number"),
         ('{"prompt": "a", "chat": 1}', "and chat 1, want"),
+        pytest.param('{"prompt": "a", "deep": ' + "[" * 200 + "]" * 200 + "}", "nested deeper", id="deep"),
+        pytest.param('{"prompt": "a", "deep": ' + "[" * 9999 + "]" * 9999 + "}", "recursion", id="deeper"),
+        pytest.param('{"prompt": "a", "answer": ' + "9" * 5000 + "}", "line.jsonl:2: got", id="number"),
         ('{"prompt": "a"}', "got 2 problems, want at least 4"),
     ],
 )
 def test_a_file_that_is_wrong_is_answered_with_the_line(tmp_path: Path, line: str, says: str) -> None:
     (problem,) = task_problems(write_lines(tmp_path / "line.jsonl", '{"prompt": "b", "answer": "2"}', line), {})
     assert says in problem
+
+
+def test_files_of_other_editors_are_read(tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": f"{n}\u2028\x85+1=", "answer": n + 1}, ensure_ascii=False) for n in range(4)]
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    assert task_problems(f"file/{path}", {}) == []
+
+
+def test_what_cannot_be_read_as_a_file_is_said(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        (problem,) = task_problems(f"file/{path}", {})
+        assert "it is no regular file" in problem
+    (problem,) = task_problems("file/~nobody-of-that-name/sums.jsonl", {})
+    assert "want a file of JSON lines" in problem
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:

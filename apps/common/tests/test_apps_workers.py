@@ -350,7 +350,9 @@ def completed(*completions: str) -> list[Item]:
 
 @pytest.mark.medium
 @pytest.mark.parametrize(("on_failure", "rewards"), [("score", [4.0, 0.0, 0.0]), ("skip", [4.0, None, None])])
-def test_rewards_are_a_functions(on_failure: str, rewards: list[float | None]) -> None:
+def test_rewards_are_a_functions(
+    on_failure: str, rewards: list[float | None], capsys: pytest.CaptureFixture[str]
+) -> None:
     config = {"task": "", "task_options": {}, "seed": 0, "function": OBEDIENT, "timeout_s": 0.5}
     worker = started(RewardWorker({**config, "on_failure": on_failure}))
     items = list(worker.score(completed("four", "raise", "sleep 60")))
@@ -361,6 +363,7 @@ def test_rewards_are_a_functions(on_failure: str, rewards: list[float | None]) -
     else:
         assert [item.fields["counts"] for item in items] == [{name: 1} for name in counts]
     assert items[0].fields["reward_parts"] == {"format": 1.0}
+    assert capsys.readouterr().out.count("the reward function failed: ValueError: no answer in the completion") == 1
     assert worker.judge(["seven77", "raise"], [item.fields for item in completed("", "")]) == [7.0, 0.0]
     worker.close()
 

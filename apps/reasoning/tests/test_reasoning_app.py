@@ -98,18 +98,19 @@ def by_length(fields):
     if sum(map(ord, fields["completion"])) % 3 == 0:
         raise ValueError("one in three")
     return {"reward": len(fields["completion"]), "is_right": float(fields["completion"] == fields["answer"])}
+
+
+def never(fields):
+    raise ValueError("none is right")
 """
 
 
-@pytest.mark.large
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("on_failure", ["score", "skip"])
-def test_problems_and_rewards_of_the_users_own(tmp_path: Path, on_failure: str) -> None:
+def train(tmp_path: Path, function: str, on_failure: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "my_rewards.py").write_text(REWARD)
     (tmp_path / "sums.jsonl").write_text("".join(f'{{"prompt": "{n}+1=", "answer": {n + 1}}}\n' for n in range(12)))
     words = {
         "task": "file/sums.jsonl",
-        "reward.function": "my_rewards:by_length",
+        "reward.function": f"my_rewards:{function}",
         "reward.on_failure": on_failure,
         "model.source": save_tiny_language_model(tmp_path / "model"),
         "run.dir": tmp_path / "run",
@@ -119,7 +120,7 @@ def test_problems_and_rewards_of_the_users_own(tmp_path: Path, on_failure: str) 
         "evaluation.every": 2,
         "plan": "temporal",
     }
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "m2flow.reasoning", "train", "one_digit", *(f"{k}={v}" for k, v in words.items())],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
@@ -128,7 +129,16 @@ def test_problems_and_rewards_of_the_users_own(tmp_path: Path, on_failure: str) 
         timeout=100,
         check=False,
     )
+
+
+@pytest.mark.large
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("on_failure", ["score", "skip"])
+def test_problems_and_rewards_of_the_users_own(tmp_path: Path, on_failure: str) -> None:
+    done = train(tmp_path, "by_length", on_failure)
     assert done.returncode == 0, done.stderr
+    assert ("the reward function failed on" in done.stdout + done.stderr) == (on_failure == "score")
+    assert "failed: ValueError: one in three" in (tmp_path / "run" / "logs" / "reward.0.log").read_text()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "critic/score/mean" in row]
     assert len(steps) == 2
@@ -139,6 +149,22 @@ def test_problems_and_rewards_of_the_users_own(tmp_path: Path, on_failure: str) 
         assert row["reward/is_right"] == 0
         assert (row["critic/score/min"] == 0) == (on_failure == "score")
     assert all(row["eval/greedy_accuracy"] > 1 for row in rows if "eval/greedy_accuracy" in row)
+
+
+@pytest.mark.large
+@pytest.mark.timeout(120)
+def test_a_step_of_which_all_is_lost_ends_the_run(tmp_path: Path) -> None:
+    done = train(tmp_path, "never", "skip")
+    assert done.returncode == 1
+    assert "step 1: got nothing to learn from (reward/errors 64), want a sample" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_whose_reward_function_is_to_stop_it_stops_at_once() -> None:
+    for on_failure, on_death in [("stop", "stop"), ("skip", "retry"), ("score", "retry")]:
+        words = ["reward.function=m:f", f"reward.on_failure={on_failure}"]
+        config = load_config(APP.config_class, APP.recipes["one_digit"], words)
+        assert APP.build(config, Path("no/model"), None).groups["reward"].on_death == on_death
 
 
 def test_a_reward_that_cannot_be_found_is_said(capsys: pytest.CaptureFixture[str]) -> None:

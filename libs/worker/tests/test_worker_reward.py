@@ -1,13 +1,16 @@
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 
 from m2flow.worker.errors import LaunchError, RewardFailed, SessionClosedError
+from m2flow.worker.pool import TaskPool
 from m2flow.worker.reward import FailurePolicy, Rewarder, RewardPool
 from m2flow.worker.reward_service import RewardClient, RewardServer
 from m2flow.worker.testing.reward_conformance import ITEM_TIMEOUT_S, OBEDIENT, RewarderConformance, asked
@@ -93,6 +96,83 @@ def test_when_the_template_is_killed_its_processes_end_and_callers_hear_of_it() 
         while Path(f"/proc/{child}").exists() and time.monotonic() < end:
             time.sleep(0.02)
         assert not Path(f"/proc/{child}").exists()
+
+
+WILD = "m2flow.worker.testing.rewards:wild"
+
+
+def test_a_function_that_forks_answers_once() -> None:
+    with RewardPool(WILD, num_processes=2, timeout_s=20.0) as pool:
+        for _ in range(3):
+            assert [reward.score for reward in pool.score(asked(*["fork", "four"] * 4))] == [1.0] * 8
+
+
+def test_many_long_arguments_and_answers_pass_each_other() -> None:
+    with TaskPool(WILD, num_processes=2, timeout_s=20.0) as pool:
+        items = [{"completion": "long 300000", "padding": "x" * 100_000} for _ in range(60)]
+        assert [len(future.result(20).value) for future in [pool.submit(item) for item in items]] == [300_000] * 60
+
+
+@pytest.mark.parametrize(
+    ("completion", "says"),
+    [
+        ("text", "got '3', want a finite number, or numbers by name with a 'reward': '3' is a text"),
+        ("huge", "too large"),
+        ("part", "it is not finite"),
+        ("nameless", "it has no 'reward'"),
+        ("none", "got None"),
+    ],
+)
+def test_what_is_no_reward_is_an_error_and_is_counted(completion: str, says: str) -> None:
+    with RewardPool(WILD, policy=FailurePolicy("skip")) as pool:
+        (reward,) = pool.score(asked(completion))
+        assert (reward.score, reward.count) == (None, "reward/errors")
+        assert says in reward.error
+        assert pool.counts() == {"reward/scored": 0, "reward/errors": 1, "reward/timeouts": 0, "reward/deaths": 0}
+
+
+def test_a_call_on_a_pool_that_has_died_is_refused_and_it_can_be_closed() -> None:
+    with TaskPool(WILD) as pool:
+        future = pool.submit({"completion": "x"})
+        assert not future.cancel()
+        assert future.result(20).kind == "done"
+        pool._template.kill()
+        pool._template.wait()
+        with pytest.raises(SessionClosedError, match="ended"):
+            pool.submit({"completion": "x"}).result(5)
+
+
+HOLDER = """
+import sys, time
+from m2flow.worker.pool import TaskPool
+pool = TaskPool("m2flow.worker.testing.rewards:wild", timeout_s=60.0)
+pool.submit({"completion": "spawn " + sys.argv[1]}).result()
+"""
+
+
+def test_what_a_function_started_ends_with_the_group_of_who_holds_the_pool(tmp_path: Path) -> None:
+    noted = tmp_path / "pid"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(noted)], process_group=0)
+    _until(lambda: noted.exists() and noted.read_text() != "")
+    os.killpg(holder.pid, signal.SIGKILL)
+    holder.wait()
+    _until(lambda: not Path(f"/proc/{noted.read_text()}").exists())
+
+
+def test_what_a_function_prints_is_heard_though_it_is_killed(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    with RewardPool(WILD, timeout_s=0.5, policy=FailurePolicy("skip")) as pool:
+        assert pool.score(asked("say judging"))[0].count == "reward/timeouts"
+    assert "judging" in capfd.readouterr().err
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_what_cannot_be_is_refused_at_once() -> None:

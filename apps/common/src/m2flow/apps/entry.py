@@ -1,5 +1,6 @@
 """The way into a command. What is heavy is imported only when Ctrl-C and SIGTERM already end it in order."""
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -12,6 +13,9 @@ __all__ = ["run_app"]
 def run_app(app: str, argv: Sequence[str] | None = None) -> int:
     """Imports an app, named "module:NAME", and runs one of its commands, as `run_command` does. Blocks."""
     module, _, name = app.partition(":")
+    # As `python -m` has it: functions of the user's are found where the command is run.
+    if os.getcwd() not in sys.path and not sys.flags.safe_path:
+        sys.path.append(os.getcwd())
     try:
         with orderly_interrupts():
             run_command = import_module("m2flow.apps.cli").run_command

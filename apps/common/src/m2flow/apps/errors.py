@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-__all__ = ["AppError", "CheckFailed", "CheckpointError", "ConfigError", "ResumeError", "RunDirectoryError"]
+__all__ = ["AppError", "CheckFailed", "CheckpointError", "ConfigError", "ResumeError", "RunDirectoryError", "StepLost"]
 
 
 class AppError(Exception):
@@ -39,6 +39,10 @@ class CheckpointError(AppError):
     """A checkpoint is missing, incomplete, or written by another version."""
 
     exit_code = 2
+
+
+class StepLost(AppError):
+    """Nothing of a step reached its end: every item was skipped, or died on its way."""
 
 
 class ResumeError(AppError):

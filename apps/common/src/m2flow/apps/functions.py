@@ -17,5 +17,5 @@ def function_problems(key: str, target: str) -> list[str]:
 def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
+    except Exception:  # A package around it is imported, and may raise anything.
         return False

@@ -15,6 +15,9 @@ _NO_SIGNAL = (
 )
 
 
+_FAILURES = ("reward/errors", "reward/timeouts", "reward/deaths")
+
+
 def measure(receipts: Sequence[Item]) -> StepOutcome:
     """Returns the outcome of the groups that an actor gave back; the metrics of several optimiser steps are averaged.
 
@@ -81,6 +84,8 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
     means = {name: _mean(values) for name, values in steps.items()}
     silent = metrics["groups/all_equal"] == metrics["groups/count"] and "supervised/nll" not in means
     warning = _NO_SIGNAL if silent else ""
+    if failed := sum(counts[name] for name in _FAILURES):
+        warning = f"the reward function failed on {failed} of {len(rewards)} samples: logs/reward.*.log says why"
     return StepOutcome(metrics | means, rows, volume=metrics["tokens"], warning=warning)
 
 

@@ -29,6 +29,9 @@ class RewardConfig:
     on_failure: Literal["score", "skip", "stop"] = "score"
 
 
+_MOST_SAID = 20
+
+
 class RewardWorker(Worker):
     """Takes samples and gives them a `reward`. Its config is a `RewardConfig` as a dict."""
 
@@ -37,6 +40,7 @@ class RewardWorker(Worker):
     def setup(self) -> None:
         """Makes the task, or starts the function's processes."""
         config = RewardConfig(**self.config)
+        self._said: set[str] = set()
         self._pool = _pool(config) if config.function else None
         self._task = None if config.function else make_task(config.task, config.task_options, config.seed)
 
@@ -60,7 +64,16 @@ class RewardWorker(Worker):
         if self._task:
             return [Reward(self._task.score(fields["completion"], fields), {}) for fields in asked]
         assert self._pool
-        return self._pool.score(asked)
+        rewards = self._pool.score(asked)
+        for error in dict.fromkeys(reward.error for reward in rewards if reward.error):
+            self._say(error)
+        return rewards
+
+    def _say(self, error: str) -> None:
+        """Prints an error once, and no more than so many of them."""
+        if error not in self._said and len(self._said) < _MOST_SAID:
+            self._said.add(error)
+            print(f"the reward function failed: {error}", flush=True)
 
 
 def _pool(config: RewardConfig) -> RewardPool:

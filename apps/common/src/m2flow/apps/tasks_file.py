@@ -7,6 +7,7 @@ from typing import Any
 
 from m2flow.apps.tasks_problem import Problem
 from m2flow.apps.tasks_split import Split
+from m2flow.comm import PayloadError, encode
 
 __all__ = ["PREFIX", "FileTask", "file_problems"]
 
@@ -53,8 +54,11 @@ def _split(problems: Sequence[Problem], seed: int) -> Split[Problem]:
 
 def _read(path: str) -> list[Problem]:
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        file = Path(path).expanduser()
+        if file.exists() and not file.is_file():  # It is read more than once.
+            raise ValueError("it is no regular file")
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"got {path}, want a file of JSON lines: {error}") from error
     problems = [_problem(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if len({problem.prompt for problem in problems}) < _FEWEST:
@@ -69,7 +73,8 @@ _FEWEST = 4
 def _problem(place: str, line: str) -> Problem:
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:
+        encode(entry)
+    except (PayloadError, RecursionError, ValueError) as error:
         raise ValueError(f"{place}: got {line[:40]!r}, want a JSON object: {error}") from error
     if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str) or not entry["prompt"]:
         raise ValueError(f"{place}: got {line[:40]!r}, want an object with a text under 'prompt'")

@@ -14,7 +14,7 @@ from pathlib import Path
 from m2flow.apps.app import Job, StepOutcome
 from m2flow.apps.checkpoint import ResumeState, write_checkpoint
 from m2flow.apps.config import TrainingConfig
-from m2flow.apps.errors import CheckFailed
+from m2flow.apps.errors import CheckFailed, StepLost
 from m2flow.apps.metrics import MetricsLog, spoken
 from m2flow.apps.planning import Planning, write_plan
 from m2flow.apps.progress import Progress, StepView
@@ -115,6 +115,9 @@ class Driver:
         predicted_s = self.planning.predicted_s
         self._begin(runtime, step)
         result = self._under_way.popleft().result()
+        if not result.outputs:
+            lost = ", ".join(f"{reason} {count}" for reason, count in result.tombstones.items())
+            raise StepLost(f"step {step}: got nothing to learn from ({lost}), want a sample: {self.run.logs} says why")
         self._record(step, self.job.measure(result.outputs), result, predicted_s)
         self._results.append(result)
         remaining = self.config.num_steps - step

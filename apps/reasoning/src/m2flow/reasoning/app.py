@@ -1,5 +1,6 @@
 """What m2flow-reasoning is made of: its settings, its recipe, its workers and its data, put together."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -57,7 +58,9 @@ def _reward(config: ReasoningConfig) -> GroupSpec:
         "timeout_s": config.reward.timeout_s,
         "on_failure": config.reward.on_failure,
     }
-    return RewardWorker.group(settings, name="reward")
+    spec = RewardWorker.group(settings, name="reward")
+    # A restart would ask the function again, and again.
+    return replace(spec, on_death="stop") if config.reward.on_failure == "stop" else spec
 
 
 def _problems(config: ReasoningConfig) -> list[str]:

@@ -84,11 +84,16 @@ class RankHost:
         self._lane.run()
         for lane in self._lanes.values():
             lane.stop()
+        self._close(worker)
+        return True
+
+    def _close(self, worker: Any) -> None:
+        self._lane.phase = "close"
         try:
             worker.close()
-        except Exception:
-            _log.exception("%s.%d: close failed", order.group, order.rank)
-        return True
+        except BaseException:  # A sys.exit too: the rank has been stopped, and is to say so.
+            _log.exception("%s: close failed", self.context.endpoint.name)
+        self._lane.phase = "idle"
 
     def take(self, request: pb.SessionRequest) -> Iterator[Lane]:
         """Takes what `deliver` brings; the lanes that are to be woken."""

@@ -195,8 +195,12 @@ class Template:
             os.close(self._tasks.fileno())
             os.close(self._answers.fileno())
             stream = template.makefile("rwb", buffering=0)
+            pid = os.getpid()
             while (task := read_task(stream)) is not None:
-                write_answer(stream, self._answer(task))
+                answer = self._answer(task)
+                if os.getpid() != pid:
+                    break  # The function has forked, and this is the copy.
+                write_answer(stream, answer)
             exit_code = 0
         finally:
             os._exit(exit_code)
@@ -216,8 +220,9 @@ def _die_with_parent() -> None:
 
 def run_tasks(target: str, num_processes: int) -> None:
     """Serves standard input and output until the former ends. What the function prints goes to standard error."""
-    answers = os.fdopen(os.dup(1), "wb")
+    tasks, answers = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    tasks = os.fdopen(0, "rb", buffering=0)
-    Template(target, num_processes, tasks, answers).run()
-    sys.stderr.flush()
+    sys.stdout = sys.stderr  # Line by line: what is killed has been heard.
+    with suppress(BrokenPipeError):  # Nobody hears the answers any more.
+        Template(target, num_processes, tasks, answers).run()

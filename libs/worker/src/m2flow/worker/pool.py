@@ -6,14 +6,14 @@ out of time is replaced within milliseconds.
 
 import subprocess
 import threading
-from collections import Counter
-from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from m2flow.comm import decode, encode
+from m2flow.worker._cause import cause_of
 from m2flow.worker._python import MODULE, child_environment
 from m2flow.worker._tasks import Answer, Task, read_answer, write_task
 from m2flow.worker.errors import SessionClosedError
@@ -47,9 +47,10 @@ class TaskPool:
             )
         self._target = target
         self._timeout_s = timeout_s
+        # Apart from the other: who writes waits for the processes, which wait for who reads.
+        self._writing = threading.Lock()
         self._mutex = threading.Lock()
         self._waiting: dict[int, Future[Outcome]] = {}
-        self._counts: Counter[str] = Counter()
         self._num_submitted = 0
         self._closed = False
         self._template = subprocess.Popen(
@@ -57,39 +58,42 @@ class TaskPool:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=child_environment(),
+            # Ctrl-C, and the signal that ends a worker's group, would leave what the function has started.
+            process_group=0,
         )
         threading.Thread(target=self._read, name=f"pool of {target}", daemon=True).start()
 
     def submit(self, *arguments: Any, timeout_s: float | None = None) -> "Future[Outcome]":
         """Calls the function within the pool's seconds, or `timeout_s` where that is less. Does not wait for it.
 
-        Raises SessionClosedError on a closed pool; the future does so where the pool's processes end before the call.
+        The future cannot be cancelled. Raises SessionClosedError on a closed pool, or one whose processes have ended;
+        the future does so where they end before the call.
         """
         limit_s = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
         payload = encode(arguments).to_bytes()
         future: Future[Outcome] = Future()
+        future.set_running_or_notify_cancel()
         assert self._template.stdin is not None
-        with self._mutex:
-            if self._closed:
-                raise SessionClosedError(f"pool of {self._target}: it is closed: make another")
-            self._num_submitted += 1
-            self._waiting[self._num_submitted] = future
-            write_task(self._template.stdin, Task(self._num_submitted, limit_s, payload))
+        with self._writing:
+            with self._mutex:
+                if self._closed:
+                    raise SessionClosedError(
+                        f"pool of {self._target}: it is closed, or its processes have ended: make another"
+                    )
+                self._num_submitted += 1
+                self._waiting[self._num_submitted] = future
+            with suppress(BrokenPipeError):  # The template has died: the future hears of it.
+                write_task(self._template.stdin, Task(self._num_submitted, limit_s, payload))
         return future
-
-    def counts(self) -> Mapping[str, int]:
-        """How many calls ended in each kind of outcome since the start."""
-        with self._mutex:
-            return Counter(self._counts)
 
     def close(self) -> None:
         """Ends the processes. Blocks until they have ended."""
-        with self._mutex:
-            if self._closed:
-                return
-            self._closed = True
         assert self._template.stdin is not None
-        self._template.stdin.close()
+        with self._writing:
+            with self._mutex:
+                self._closed = True
+            with suppress(BrokenPipeError):
+                self._template.stdin.close()
         self._template.wait()
 
     def __enter__(self) -> "TaskPool":
@@ -104,11 +108,12 @@ class TaskPool:
         assert self._template.stdout is not None
         with self._template.stdout as answers:
             while (answer := read_answer(answers)) is not None:
+                outcome = _outcome(answer)
                 with self._mutex:
                     future = self._waiting.pop(answer.number)
-                    self._counts[answer.kind] += 1
-                future.set_result(_outcome(answer))
+                future.set_result(outcome)
         with self._mutex:
+            self._closed = True
             left = list(self._waiting.values())
             self._waiting.clear()
         for future in left:
@@ -119,5 +124,8 @@ class TaskPool:
 
 def _outcome(answer: Answer) -> Outcome:
     if answer.kind == "done":
-        return Outcome("done", decode(answer.value))
+        try:
+            return Outcome("done", decode(answer.value))
+        except Exception as failure:  # Such as a class that only the function's module has registered.
+            return Outcome("errors", error=cause_of(failure))
     return Outcome(answer.kind, error=answer.value.decode(errors="replace"))

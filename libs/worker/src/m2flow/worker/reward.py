@@ -5,6 +5,8 @@ is none, "stop" raises.
 """
 
 import math
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -82,6 +84,8 @@ class RewardPool:
     ) -> None:
         self._pool = TaskPool(target, num_processes=num_processes, timeout_s=timeout_s)
         self._policy = policy
+        self._mutex = threading.Lock()
+        self._counts: Counter[str] = Counter()
 
     def score(self, items: Sequence[Mapping[str, Any]], *, timeout_s: float | None = None) -> list[Reward]:
         """The rewards of the items' fields, in order, each within the pool's seconds or `timeout_s`, whichever is less.
@@ -94,8 +98,8 @@ class RewardPool:
 
     def counts(self) -> dict[str, float]:
         """Since the start, for the metrics: reward/scored, reward/errors, reward/timeouts, reward/deaths."""
-        found = self._pool.counts()
-        return {_count(kind): float(found[kind]) for kind in KINDS}
+        with self._mutex:
+            return {_count(kind): float(self._counts[_count(kind)]) for kind in KINDS}
 
     def close(self) -> None:
         """Ends the processes. Blocks until they have ended."""
@@ -110,14 +114,18 @@ class RewardPool:
         self.close()
 
     def _reward(self, outcome: Outcome) -> Reward:
-        if outcome.kind != "done":
-            return self._policy.failed(outcome.error, _count(outcome.kind))
-        try:
-            return _parsed(outcome.value)
-        except (KeyError, TypeError, ValueError) as failure:
-            return self._policy.failed(
-                f"got {outcome.value!r:.80}, want a finite number or one under 'reward': {failure}"
-            )
+        reward, kind, error = None, outcome.kind, outcome.error
+        if kind == "done":
+            try:
+                reward = _parsed(outcome.value)
+            except (OverflowError, TypeError, ValueError) as failure:
+                kind = "errors"
+                error = (
+                    f"got {_shown(outcome.value)}, want a finite number, or numbers by name with a 'reward': {failure}"
+                )
+        with self._mutex:
+            self._counts[_count(kind)] += 1
+        return reward or self._policy.failed(error, _count(kind))
 
 
 def _count(kind: str) -> str:
@@ -125,14 +133,25 @@ def _count(kind: str) -> str:
 
 
 def _parsed(value: Any) -> Reward:
-    if isinstance(value, dict):
-        parts = {name: float(part) for name, part in value.items() if name != "reward"}
-        return Reward(_finite(value["reward"]), parts)
-    return Reward(_finite(value), {})
+    if not isinstance(value, dict):
+        return Reward(_finite(value), {})
+    if "reward" not in value:
+        raise ValueError("it has no 'reward'")
+    numbers = {str(name): _finite(number) for name, number in value.items()}
+    return Reward(numbers.pop("reward"), numbers)
 
 
 def _finite(value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError(f"{value!r:.20} is a text")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError("it is not finite")
     return number
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.80}"
+    except Exception as failure:  # An integer of very many digits, or a class of the user's.
+        return f"a {type(value).__name__} ({failure})"

@@ -182,6 +182,13 @@ class LauncherConformance:
         self.session.stop(brief)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
+    def test_a_rank_that_exits_as_it_closes_has_stopped(self) -> None:
+        """Before its grace is over."""
+        brief = self.session.start(self.spec({"close": "exit"}, name="brief"), "0-1")
+        began = time.monotonic()
+        self.session.stop(brief, grace_s=10.0)
+        assert time.monotonic() - began < 5.0
+
     def test_calls_of_a_stopped_group_end(self) -> None:
         """Those that it had no time to answer."""
         if self.dies:

@@ -14,7 +14,8 @@ from m2flow.worker.context import WorkerContext
 
 class Probe(Worker):
     """Does what it is told. `config` is a tree that it gives back; {"setup": "raise"} makes its setup fail,
-    {"setup": "sleep 1"} makes it slow, {"closed": path} makes its end leave a file there."""
+    {"setup": "sleep 1"} makes it slow, {"closed": path} makes its end leave a file there, {"close": "exit"} makes it
+    exit."""
 
     def setup(self) -> None:
         self.count = 0
@@ -29,6 +30,8 @@ class Probe(Worker):
     def close(self) -> None:
         if isinstance(self.config, dict) and "closed" in self.config:
             (Path(self.config["closed"]) / str(self.context.rank)).touch()
+        if isinstance(self.config, dict) and self.config.get("close") == "exit":
+            sys.exit("the probe was told to exit in close")
 
     def echo(self, value: Any) -> Any:
         """Gives the value back."""

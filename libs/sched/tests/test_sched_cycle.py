@@ -152,7 +152,8 @@ def test_a_slow_item_is_slow_in_every_round() -> None:
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=7))
 def test_the_longest_of_some_items_is_the_mean_over_all_choices(relative: list[float]) -> None:
     choices = [list(map(max, combinations(relative, n))) for n in range(1, len(relative) + 1)]
-    assert longest_of(relative) == pytest.approx([sum(found) / len(found) for found in choices])
+    found = [longest_of(relative, n) for n in range(1, len(relative) + 1)]
+    assert found == pytest.approx([sum(longest) / len(longest) for longest in choices])
 
 
 def test_items_join_a_part_that_pulls_while_it_runs() -> None:

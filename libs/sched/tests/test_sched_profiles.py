@@ -258,6 +258,26 @@ def test_curves_are_kept_by_number_of_devices() -> None:
     assert nearest(curves, "b", 8) is None
 
 
+def test_an_item_that_waits_at_the_head_of_its_loop_is_not_with_the_engine() -> None:
+    """Two at once: the third and the fourth enter when the first two are through, at 2 s and at 3 s."""
+    request, chosen = conversations()
+    chosen.edges.add(producer="tool.call", consumer="engine.speak", capacity=2)
+    names = ["0:0", "0:1", "0:2", "0:3"]
+    engine = _span(
+        "engine.speak",
+        0,
+        6,
+        items=4,
+        inputs=[f"problems|{n}" for n in names],
+        outputs=[f"engine.speak|{n}" for n in names],
+        output_after_ns=[t * 10**9 for t in (2, 3, 5, 6)],
+    )
+    folded = fold_spans(sched_pb2.Profile(), flow_pb2.Timeline(spans=[engine]), request.workflow, chosen)
+    (sample,) = folded.samples
+    assert (sample.seconds, sample.items) == (pytest.approx((2 + 3 + 3 + 3) / 4), pytest.approx(11 / 6))
+    assert folded.loop_items[0].pulls
+
+
 def test_a_stage_in_a_loop_says_whether_items_come_out_one_by_one() -> None:
     request, chosen = conversations()
     for out, one_by_one in (([2, 10], True), ([10, 10], False)):

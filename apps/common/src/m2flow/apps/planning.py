@@ -193,7 +193,7 @@ def probes(graph: Graph, cluster: Cluster) -> list[flow_pb2.ExecutionPlan]:
 
 
 def _in_chunks(graph: Graph, plan: flow_pb2.ExecutionPlan, num_chunks: int) -> flow_pb2.ExecutionPlan:
-    """The plan with its stages' items moving in chunks; devices and turns stay."""
+    """The plan with its stages' items moving in chunks, and one chunk in a loop at once; devices and turns stay."""
     finer = flow_pb2.ExecutionPlan()
     finer.CopyFrom(plan)
     ranks = {own.group: own.num_ranks for own in plan.groups}
@@ -201,6 +201,9 @@ def _in_chunks(graph: Graph, plan: flow_pb2.ExecutionPlan, num_chunks: int) -> f
         stage = graph.stages[own.stage]
         if stage.kind == flow_pb2.STAGE_KIND_WORK:
             own.granularity = max(ranks[stage.group], -(-own.granularity // num_chunks))
+    granularity = {own.stage: own.granularity for own in finer.stages}
+    for edge, loop in zip(finer.edges, graph.cycles, strict=True):  # in turns, only loops are bounded
+        edge.capacity = max(granularity.get(name, 0) for name in loop)
     return finer
 
 

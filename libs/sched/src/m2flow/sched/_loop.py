@@ -16,8 +16,8 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from math import ceil, comb, gcd
+from functools import cache, partial
+from math import ceil, gcd
 
 _EPS = 1e-9
 _UNITS = 256  # items that are followed one by one: of more, several go together
@@ -108,7 +108,7 @@ class _Loop:
         self._gone = [[0] * units for _ in parts]  # how often a unit has passed each part
         self._passes = [_spread(part.passes, units) or [rounds] * units for part in parts]
         self._relative = [_spread(part.relative, units) for part in parts]
-        self._longest = [longest_of(relative) for relative in self._relative]
+        self._longest = [cache(partial(longest_of, relative)) for relative in self._relative]
         self._done: list[float] = []
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -174,7 +174,7 @@ class _Loop:
         units = [rank.queue.popleft() for _ in range(min(len(rank.queue), max(1, part.share // self._bundle)))]
         seconds = part.seconds(len(units) * self._bundle)
         if relative:
-            seconds *= max(relative[unit] for unit in units) / self._longest[rank.part][len(units) - 1]
+            seconds *= max(relative[unit] for unit in units) / self._longest[rank.part](len(units))
             times = [relative[unit] for unit in units]
             fractions: Sequence[float] = [time / max(times) for time in times]
         else:
@@ -234,10 +234,13 @@ def _spread(values: Sequence[float], units: int) -> list[float]:
     return [values[unit * len(values) // units] for unit in range(units)] if values else []
 
 
-def longest_of(relative: Sequence[float]) -> list[float]:
-    """The longest of n items, for n from 1 on, the mean over all choices of n of these."""
-    ordered, total = sorted(relative), len(relative)
-    return [
-        sum(value * comb(place, n - 1) for place, value in enumerate(ordered)) / comb(total, n)
-        for n in range(1, total + 1)
-    ]
+def longest_of(relative: Sequence[float], count: int) -> float:
+    """The longest of so many items, the mean over all choices of them from these."""
+    weight, mean = count / len(relative), 0.0
+    for place, value in enumerate(sorted(relative, reverse=True)):
+        mean += weight * value
+        left = len(relative) - place
+        if left == count:
+            break
+        weight *= (left - count) / (left - 1)
+    return mean

@@ -8,7 +8,8 @@ once takes that long.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from statistics import median
 
 import numpy as np
@@ -36,7 +37,7 @@ class _Visit:
 
 
 def loop_stage(
-    stage: str, spans: _Spans, moments: Moments, devices: int
+    stage: str, spans: _Spans, moments: Moments, devices: int, in_flight: int = 0
 ) -> tuple[sched_pb2.LoopItems, list[sched_pb2.Sample]]:
     """The items of one iteration of a stage in a loop, and what its calls cost.
 
@@ -45,8 +46,9 @@ def loop_stage(
 
     Args:
         moments: When each item came out of each stage; see `_hand_offs`.
+        in_flight: Of the head of a loop, how many items of a rank are in it at once; 0: any number.
     """
-    calls = [_visits(span, moments) for span in spans]
+    calls = [_admitted(_visits(span, moments), span, in_flight) for span in spans]
     taken: dict[str, list[int]] = defaultdict(list)
     for call in calls:
         for visit in call:
@@ -67,11 +69,11 @@ def loop_stage(
         at_once = seconds * sum(map(len, calls)) / length_s
         return items, [_sample(found, at_once * num_ranks, spans, seconds)]
     relative = dict(zip(places, items.relative, strict=False))
-    longest = longest_of(items.relative)
+    longest = cache(partial(longest_of, items.relative))
     by_size: dict[int, list[float]] = defaultdict(list)
     for span, call in zip(spans, calls, strict=True):
         if span.items and span.end_ns > span.start_ns:
-            usual = longest[len(call) - 1] / max(relative[v.place] for v in call) if relative and call else 1.0
+            usual = longest(len(call)) / max(relative[v.place] for v in call) if relative and call else 1.0
             by_size[span.items].append((span.end_ns - span.start_ns) * usual / 1e9)
     return items, [_sample(found, n * num_ranks, spans, float(np.mean(times))) for n, times in sorted(by_size.items())]
 
@@ -93,6 +95,19 @@ def _visits(span: flow_pb2.Span, moments: Moments) -> list[_Visit]:
         left = span.start_ns + after
         came = [last_before(moments.get(source, ()), left, span.start_ns) for source in sources[_place(name)]]
         found.append(_Visit(_place(name), max([span.start_ns, *came]), left))
+    return found
+
+
+def _admitted(call: list[_Visit], span: flow_pb2.Span, in_flight: int) -> list[_Visit]:
+    """The visits, the first ones of items that waited at the head of the loop from when others had left it."""
+    if not in_flight:
+        return call
+    entered = list(dict.fromkeys(map(_place, span.inputs)))
+    over = sorted({visit.place: visit.left for visit in call}.values())
+    opened = dict(zip(entered[in_flight:], over, strict=False))
+    found = []
+    for visit in call:
+        found.append(replace(visit, came=max(visit.came, min(opened.pop(visit.place, 0), visit.left))))
     return found
 
 

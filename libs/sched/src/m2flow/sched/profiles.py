@@ -31,13 +31,13 @@ def fold_spans(
     """Returns the profile with what a run's spans measured; the argument is left as it is.
 
     Each stage and iteration gives one sample: its group's devices, the items (tokens) of one call of the whole group,
-    the busy seconds of its slowest rank in one call, and its highest peak. Items of a rank are what its span counts, so
-    a call of the group is the ranks' calls side by side. A stage whose busy time is overlapped by half or more with
-    another group's on other devices was measured beside it. Onload and offload become switch costs, a publish stage's
-    way from sender to receiver a sync cost: the median of the iterations in the timeline. A stage that gave its items
-    one by one, in one call of each rank or in a loop, leaves its completion curve on so many devices: the latest. What
-    passes between stages, the devices free and nobody at work, becomes hand-offs (`_hand_offs`), what the items did in
-    a loop, the latest, loop items (`_loop_items`); a stage in a loop gives a sample for each size of its calls.
+    the busy seconds of its slowest rank in one call, and its highest peak; in a loop one for each size of its calls.
+    Items of a rank are what its span counts, so a call of the group is the ranks' calls side by side. A stage whose
+    busy time is overlapped by half or more with another group's on other devices was measured beside it. Onload and
+    offload become switch costs, a publish stage's way from sender to receiver a sync cost: the median of the iterations
+    in the timeline. A stage that gave its items one by one, in one call of each rank, leaves its completion curve on so
+    many devices: the latest. What passes between stages, the devices free and nobody at work, becomes hand-offs
+    (`_hand_offs`), what the items did in a loop, the latest, loop items (`_loop_items`).
 
     Raises:
         InputError: a span names a stage that the graph does not have.
@@ -47,6 +47,8 @@ def fold_spans(
     stages = {s.name: s for s in graph.stages}
     looped = {stage for node in reduce_graph(graph).nodes if node.cyclic for stage in node.stages}
     devices = {g.group: len(g.device_ids) for g in plan.groups}
+    heads = {(s.producer, s.consumer) for s in graph.streams if s.feedback}
+    room = {e.consumer: e.capacity for e in plan.edges if (e.producer, e.consumer) in heads}
     busy: dict[tuple[str, int], list[flow_pb2.Span]] = {}
     waits: dict[tuple[str, int], list[flow_pb2.Span]] = {}
     moves: dict[tuple[str, int], list[flow_pb2.Span]] = {}
@@ -60,14 +62,18 @@ def fold_spans(
         elif span.kind in (flow_pb2.SPAN_KIND_ONLOAD, flow_pb2.SPAN_KIND_OFFLOAD):
             moves.setdefault((span.group, span.kind), []).append(span)
     syncs: dict[str, list[float]] = {}
-    out = {iteration: moments([s for s in timeline.spans if s.iteration == iteration]) for _, iteration in busy}
+    worked: dict[int, list[flow_pb2.Span]] = {}
+    for (_, iteration), spans in busy.items():
+        worked.setdefault(iteration, []).extend(spans)
+    out = {iteration: moments(spans) for iteration, spans in worked.items()} if looped else {}
     for (stage, iteration), spans in sorted(busy.items(), key=lambda b: (b[0][1], b[0][0])):
         if stages[stage].kind == flow_pb2.STAGE_KIND_PUBLISH:
             syncs.setdefault(stage, []).append(_sync_seconds(spans, waits.get((stage, iteration), [])))
             continue
         num_devices = devices.get(stages[stage].group, 0) or 1
         if stage in looped:
-            items, samples = loop_stage(stage, spans, out[iteration], num_devices)
+            in_flight = -(-room.get(stage, 0) // len({span.rank for span in spans}))
+            items, samples = loop_stage(stage, spans, out[iteration], num_devices, in_flight)
             _replace(folded.loop_items, [items], ("stage",))
         else:
             samples = _samples(stage, spans, num_devices)

@@ -256,6 +256,47 @@ def test_a_target_of_another_shape_is_refused(make_endpoint: Any) -> None:
         receiver.commit_into({"x": np.zeros((3, 2))})
 
 
+def test_targets_of_every_kind_are_copied_into(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    large = torch.arange(3_000_001, dtype=torch.float32)
+    weights = {
+        "large": large,
+        "across": torch.arange(20.0).reshape(4, 5),
+        "wider": np.arange(7, dtype=np.float32),
+        "conjugate": torch.arange(6).to(torch.complex64) * 1j,
+        "scalar": torch.tensor(3.0),
+        "empty": np.zeros((0, 3)),
+    }
+    trainer.stage_weights("policy", 1, weights)
+    receiver = rollout.weight_receiver("policy", sources=["trainer"])
+    receiver.prepare(1, timeout_s=20)
+    own = {
+        "large": torch.zeros(3_000_001),
+        "across": torch.zeros(5, 4).T,
+        "wider": np.zeros(7, np.float64),
+        "conjugate": torch.zeros(6, dtype=torch.complex64).conj(),
+        "scalar": torch.tensor(0.0),
+        "empty": np.zeros((0, 3)),
+    }
+    before = own["large"]._version
+    assert receiver.commit_into(own) == 1
+    assert all(bool((own[name] == weights[name]).all()) for name in own)
+    # Autograd knows that what it may have saved for a backward pass has changed.
+    assert own["large"]._version > before
+
+
+def test_a_read_only_target_is_refused(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    trainer.stage_weights("policy", 1, {"x": np.ones(3)})
+    receiver = rollout.weight_receiver("policy", sources=["trainer"])
+    receiver.prepare(1, timeout_s=5)
+    target = np.zeros(3)
+    target.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        receiver.commit_into({"x": target})
+    assert receiver.version is None
+
+
 def test_what_is_wanted_and_missing_is_named(make_endpoint: Any) -> None:
     trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
     trainer.stage_weights("policy", 1, {"x": Shard(np.zeros(2), (0,), (4,))})

@@ -85,6 +85,17 @@ def raw(tensor: Any) -> Any:
     return dense.view(sys.modules["torch"].uint8).numpy().reshape(-1)
 
 
+def address(tensor: Any) -> int:
+    """Returns where a tensor's elements lie in order in the memory of this host; 0 where they do not."""
+    plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return int(tensor.data_ptr()) if plain else 0
+
+
+def written(tensor: Any) -> None:
+    """Tells autograd that a tensor was written by its address, as it is told of every operation in place."""
+    sys.modules["torch"].autograd.graph.increment_version(tensor)
+
+
 def on_gpu(tensor: Any) -> bool:
     """Says whether a tensor lies where only a copy brings it to the host."""
     return not tensor.is_cpu

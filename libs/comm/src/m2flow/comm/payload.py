@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from m2flow.comm import _torch
+from m2flow.comm._copying import copier
 from m2flow.comm._registry import register
 from m2flow.comm._tree import Bytes, Pickled, TreeReader, TreeWriter
 from m2flow.comm.errors import PayloadError
@@ -73,6 +74,7 @@ class Encoded:
 
     def write_into(self, target: Bytes) -> None:
         """Writes the payload to `target`, shape [size_bytes] uint8, copying each array once. Blocks while it copies."""
+        copy, address = copier(self.size_bytes), target.ctypes.data
         at = _HEADER_BYTES + len(self._tree)
         target[:at] = np.frombuffer(self._header() + self._tree, np.uint8)
         for part in self._parts:
@@ -81,7 +83,7 @@ class Encoded:
             target[at:start] = 0
             at = start + len(part)
             if isinstance(part, np.ndarray):
-                target[start:at] = part
+                copy(address + start, part.ctypes.data, len(part))
             elif isinstance(part, bytes):
                 target[start:at] = np.frombuffer(part, np.uint8)
             else:

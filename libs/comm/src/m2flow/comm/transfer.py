@@ -16,6 +16,7 @@ import numpy as np
 
 from m2flow.comm import _torch
 from m2flow.comm._changes import Changes, changed
+from m2flow.comm._copying import Copy, copier
 from m2flow.comm.errors import CommError, PayloadError
 from m2flow.comm.payload import Tree, encode
 from m2flow.comm.resharding import Box, Piece, cover
@@ -130,7 +131,7 @@ class WeightReceiver:
                 parts[name].pieces.append((box, array))
                 checking_s += seconds
         self._prepared = (version, parts)
-        nbytes = sum(int(array.nbytes) for part in parts.values() for _, array in part.pieces)
+        nbytes = sum(_nbytes(part) for part in parts.values())
         return Prepared(version, nbytes, time.monotonic() - started - checking_s, checking_s, self._moved_bytes)
 
     def commit(self, load: Load) -> int:
@@ -151,13 +152,14 @@ class WeightReceiver:
         Raises ValueError for a target of another shape, CommError where nothing is prepared. Blocks for the copy.
         """
         version, parts = self._begin()
+        copy = copier(sum(_nbytes(part) for part in parts.values()))
         for name, part in parts.items():
             target = targets[name]
             if tuple(target.shape) != part.box.shape:
                 raise ValueError(f"commit_into: {name!r} has shape {tuple(target.shape)}, want {part.box.shape}")
             own = target.detach() if _torch.is_tensor(target) else target
             for box, array in part.pieces:
-                own[... if box == part.box else box.slices(part.box)] = array
+                _copy_array(own if box == part.box else own[box.slices(part.box)], array, copy)
         return self._end(version)
 
     def stream(self, version: int, load: Load, *, timeout_s: float | None = None) -> int:
@@ -284,7 +286,7 @@ class WeightReceiver:
 
     def _buckets(self, parts: Mapping[str, _Part]) -> Iterator[dict[str, Tree]]:
         names = list(parts)
-        sizes = [sum(int(array.nbytes) for _, array in parts[name].pieces) for name in names]
+        sizes = [_nbytes(parts[name]) for name in names]
         for start, stop in _runs(sizes, self._bucket_bytes):
             yield {name: _put_together(parts[name]) for name in names[start:stop]}
 
@@ -305,6 +307,28 @@ def cover_named(name: str, box: Box, layouts: Layouts) -> tuple[Box, list[Piece]
 def _slices(run: Sequence[tuple[str, Box]], shards: Mapping[str, Box]) -> list[tuple[str, list[tuple[int, int]]]]:
     """Boxes of global offsets as bounds within the shards that a source has."""
     return [(name, [(part.start, part.stop) for part in box.slices(shards[name])]) for name, box in run]
+
+
+def _nbytes(part: _Part) -> int:
+    return sum(int(array.nbytes) for _, array in part.pieces)
+
+
+def _copy_array(target: Tree, source: Tree, copy: Copy) -> None:
+    """Copies an array or tensor over another of its shape, as bytes where both lie in one piece."""
+    into, found = _address(target, written=True), _address(source)
+    if into and found and target.dtype == source.dtype and target.shape == source.shape:
+        copy(into, found, int(source.nbytes))
+        if _torch.is_tensor(target):
+            _torch.written(target)
+    else:
+        target[...] = source
+
+
+def _address(array: Tree, *, written: bool = False) -> int:
+    """Returns where the bytes of an array or tensor lie, 0 where they are not in order in the memory of this host."""
+    if _torch.is_tensor(array):
+        return _torch.address(array)
+    return int(array.ctypes.data) if array.flags.c_contiguous and (array.flags.writeable or not written) else 0
 
 
 def _put_together(part: _Part) -> Tree:

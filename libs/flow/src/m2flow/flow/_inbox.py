@@ -66,7 +66,7 @@ class Inbox:
         has none."""
         inbox = stage.inbox
         outside = [port for port in inbox.ports if port not in inbox.feedback]
-        num_ranks = len(flow.endpoints(stage.name))
+        num_ranks = flow.num_ranks(stage.name)
         self._flow = flow
         self._stage = stage
         self._channel = channel
@@ -82,7 +82,7 @@ class Inbox:
         self._dead: set[tuple[str, tuple[int, ...]]] = set()
         self._leases: dict[str, list[Lease]] = {}
         # The processes that put items into a loop from outside.
-        self._entering = sum(len(flow.endpoints(port)) for port in outside)
+        self._entering = sum(flow.num_ranks(port) for port in outside)
         # Items that this stage was given from outside and that have not left the loop, those that wait included.
         self._live = 0
         self._recounts = bool(inbox.feedback) and flow.group(stage.group).restarts

@@ -41,7 +41,7 @@ class Outlet:
         self._channels = []
         self._sieves: list[Filter | None] = []
         for taker in flow.takers(stage):
-            self._takers.append((taker, len(flow.endpoints(taker.name))))
+            self._takers.append((taker, flow.num_ranks(taker.name)))
             self._sieves.append(next((Filter(op) for op in taker.inbox.sieves if stage in op.inputs), None))
             self._channels.append(endpoint.channel(inbox_channel(flow.generation, taker.name), host=DRIVER))
         self._gates = [

@@ -154,9 +154,12 @@ class MicroFlow:
     def endpoints(self, stage: str) -> tuple[str, ...]:
         """The names of the processes that run a stage: "rollout.0" ..., or the driver."""
         group = self.stage(stage).group
-        if not group:
-            return (DRIVER,)
-        return tuple(f"{group}.{rank}" for rank in range(len(self.group(group).ranks)))
+        return tuple(f"{group}.{rank}" for rank in range(self.num_ranks(stage))) if group else (DRIVER,)
+
+    def num_ranks(self, stage: str) -> int:
+        """The number of processes that run a stage."""
+        group = self.stage(stage).group
+        return len(self.group(group).ranks) if group else 1
 
     def comes_back(self, endpoint: str) -> bool:
         """Whether a process that died is started again under its name: "rollout.3" of a group that restarts."""

@@ -123,7 +123,8 @@ class Gather(Operation):
         living = tuple(member for member in members if not member.tombstone)
         outer = {by: group for by, group in members[0].groups.items() if by != self._by}
         seq = seq_of_group([member.seq for member in members])
-        if not living:
+        if not living:  # the first stands for all from here on; the others end here
+            self._lost.update(member.tombstone for member in members[1:])
             return replace(members[0], seq=seq, groups=outer)
         self._lost.update(member.tombstone for member in members if member.tombstone)
         return Item(seq=seq, iteration=members[0].iteration, groups=outer, members=living)

@@ -59,6 +59,8 @@ class StageLoop:
         self._turn = ExitStack()
         self._held = False
         self._num_chunks = 0
+        # What enters a loop here may have been inside it when the process before this one died.
+        self._enters = flow.is_entry(stage) and not stage.inbox.feedback
         self.lost = self._inbox.lost
 
     def run(self) -> None:
@@ -116,10 +118,8 @@ class StageLoop:
 
     def _drop_orphans(self, chunk: Chunk) -> None:
         """Turns items whose episodes died with the process before this one into tombstones."""
-        # What enters a loop here may have been inside it when the other process died.
-        enters = self._flow.is_entry(self._stage) and not self._stage.inbox.feedback
         rounds = [chunk.round_of(item) for item in chunk.items]
-        lost = self._unit.orphans.among(self._iteration, chunk.items, rounds, enters=enters)
+        lost = self._unit.orphans.among(self._iteration, chunk.items, rounds, enters=self._enters)
         if lost:
             chunk.items = [item for item in chunk.items if all(item is not gone for gone in lost)]
             chunk.dead += [item.as_tombstone(DIED) for item in lost]

@@ -87,20 +87,6 @@ def test_a_long_tail_is_hidden_by_a_pipeline(make_request: Make) -> None:
     assert spatial[0].searched_s < slower[0].searched_s
 
 
-def test_who_takes_groups_waits_until_they_are_whole(make_request: Make) -> None:
-    """Nine tenths of the samples are out after half the time, and none of the groups: training begins at the end."""
-    request = make_request(8, mode="spatial")
-    curve = request.profile.curves.add(stage="rollout.generate", time_fraction=[0.5, 1.0], item_fraction=[0.9, 1.0])
-    (chosen,) = [p.plan for p in plan(request).plans[:1]]
-    early = simulate(sched_pb2.SimulateRequest(request=request, plan=chosen))
-    curve.group_fraction.extend([0.0, 1.0])
-    late = simulate(sched_pb2.SimulateRequest(request=request, plan=chosen))
-    begins = [min(s.start_ns for s in run.timeline.spans if s.stage == "actor.train") for run in (early, late)]
-    generated = max(s.end_ns for s in late.timeline.spans if s.stage == "rollout.generate")
-    assert begins[0] < generated <= begins[1]
-    assert early.iteration_s < late.iteration_s
-
-
 def test_an_asynchronous_plan_overlaps_iterations(make_request: Make) -> None:
     synchronous = plan(make_request(8, mode="spatial")).plans[0]
     request = make_request(8, mode="spatial")

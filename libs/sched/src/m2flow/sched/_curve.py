@@ -23,37 +23,11 @@ def completion_curve(stage: str, spans: Sequence[flow_pb2.Span], devices: int) -
         return None
     start, end = min(s.start_ns for s in spans), max(s.end_ns for s in spans)
     out = np.sort(np.concatenate([np.array(s.output_after_ns) + (s.start_ns - start) for s in spans]))
-    whole = np.sort(np.concatenate([np.array(_whole(s)) + (s.start_ns - start) for s in spans]))
     done = np.unique(np.ceil(np.linspace(0, 1, _KNOTS + 1)[1:] * len(out))) / len(out)
-    moments = out[np.ceil(done * len(out) - 1e-9).astype(int) - 1]
-    times = np.minimum(moments / max(end - start, 1), 1.0)
+    times = np.minimum(out[np.ceil(done * len(out) - 1e-9).astype(int) - 1] / max(end - start, 1), 1.0)
     if np.interp(0.5, done, times) >= AT_ONCE:
         return None
-    curve = sched_pb2.CompletionCurve(stage=stage, time_fraction=times, item_fraction=done, devices=devices)
-    if len(whole) < len(out):
-        curve.group_fraction.extend(np.searchsorted(whole, moments, side="right") / len(whole))
-    return curve
-
-
-def _whole(span: flow_pb2.Span) -> list[int]:
-    """When all that came of each input was out; of each output alone, where the span does not say what it came of."""
-    if not span.inputs or len(span.outputs) != len(span.output_after_ns):
-        return list(span.output_after_ns)
-    depth = len(_seq(span.inputs[0]))
-    last: dict[tuple[str, ...], int] = {}
-    for name, after in zip(span.outputs, span.output_after_ns, strict=True):
-        place = _seq(name)[:depth]
-        last[place] = max(after, last.get(place, 0))
-    return list(last.values())
-
-
-def _seq(name: str) -> tuple[str, ...]:
-    return tuple(name.rpartition(":")[2].split("."))
-
-
-def items_for_groups(curve: sched_pb2.CompletionCurve, groups: float) -> float:
-    """The fraction of the items that has to be out, in the order of the curve, for a fraction of whole groups."""
-    return float(np.interp(groups - 1e-9, [0.0, *curve.group_fraction], [0.0, *curve.item_fraction]))
+    return sched_pb2.CompletionCurve(stage=stage, time_fraction=times, item_fraction=done, devices=devices)
 
 
 def nearest(

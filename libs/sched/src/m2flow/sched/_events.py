@@ -6,7 +6,7 @@ an offloaded group pays onload and offload in each turn; a long-tailed stage let
 """
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,7 +26,6 @@ class Task:
         hold: Keeps its devices until its iteration ends.
         onload_s, offload_s: Paid at the start and the end of every turn.
         needs: Producers as (task, whether all of the iteration must have arrived).
-        gathers: For producers whose items are gathered on the way, what fraction of them a fraction of groups takes.
         room: For consumers with a bounded edge: (task, fraction of the iteration that the edge holds).
         seconds: Of a chunk of a fraction of the iteration, given the names running beside it.
         emits: Fractions of the chunk's time at which the j-th of len(emits) equal parts is out; empty: at its end.
@@ -44,7 +43,6 @@ class Task:
     room: tuple[tuple[int, float], ...]
     seconds: Callable[[float, frozenset[str]], float]
     emits: Sequence[float] = ()
-    gathers: Mapping[int, Callable[[float], float]] = field(default_factory=dict)
 
 
 class Event(NamedTuple):
@@ -144,8 +142,7 @@ class Clockwork:
         wanted = min(1.0, (state.started + 1) * task.fraction)
         for producer, whole in task.needs:
             out = self._states[producer].out.get(state.iteration, 0.0)
-            needed = task.gathers[producer](wanted) if producer in task.gathers else wanted
-            if out < (1.0 if whole else needed) - _EPS:
+            if out < (1.0 if whole else wanted) - _EPS:
                 return False
         ahead = state.started * task.fraction
         for consumer, room in task.room:

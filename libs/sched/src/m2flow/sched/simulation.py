@@ -1,7 +1,7 @@
 """How a plan would run: a discrete-event simulation of one iteration, with its timeline."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from math import ceil
 
 import numpy as np
@@ -105,7 +105,6 @@ def _tasks(model: Model, plan: flow_pb2.ExecutionPlan) -> list[Task]:
                 room=() if loop is not None and chunks == 1 else _room(model, plan, i),
                 seconds=_seconds(model, plan, node) if loop is None else loop.seconds,
                 emits=emits,
-                gathers=_gathers(model, plan, i),
             )
         )
     for publish in workflow.publishes:
@@ -125,34 +124,6 @@ def _chunk(model: Model, plan: flow_pb2.ExecutionPlan, number: int) -> float:
     if (first.hold or not shared) and not any(e.consumer == number for e in model.workflow.edges):
         return model.workflow.volumes[node.stages[0]]
     return _in_flight(model, plan, node) or first.granularity
-
-
-def _gathers(model: Model, plan: flow_pb2.ExecutionPlan, consumer: int) -> dict[int, Callable[[float], float]]:
-    """By producer whose items are gathered for this node: what fraction of them makes a fraction of the groups, as it
-    was measured of the stage that they come from."""
-    kinds = {s.name: s.kind for s in model.workflow.graph.stages}
-    gathered = [
-        edge.producer
-        for edge in model.workflow.edges
-        if edge.consumer == consumer and any(kinds[via] == flow_pb2.STAGE_KIND_GATHER for via in edge.via)
-    ]
-    found: dict[int, Callable[[float], float]] = {}
-    for producer in gathered:
-        curve = _grouped(model, plan, producer)
-        if curve is not None:
-            found[producer] = partial(_curve.items_for_groups, curve)
-    return found
-
-
-def _grouped(model: Model, plan: flow_pb2.ExecutionPlan, number: int) -> sched_pb2.CompletionCurve | None:
-    """The curve of a node, or of the nearest before it, that says when groups are whole."""
-    devices = {g.group: len(g.device_ids) for g in plan.groups}
-    node = model.workflow.nodes[number]
-    curve = _curve.nearest(model.request.profile.curves, node.name, devices[node.groups[0]])
-    if curve is not None and curve.group_fraction:
-        return curve
-    before = (edge.producer for edge in model.workflow.edges if edge.consumer == number)
-    return next((found for other in before if (found := _grouped(model, plan, other)) is not None), None)
 
 
 def _consumer_chunks(model: Model, stages: dict[str, flow_pb2.StagePlan], node: int) -> int:

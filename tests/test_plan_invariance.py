@@ -74,12 +74,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_language_model(tmp_path_factory.mktemp("model"))
 
 
-# A model that knows nothing needs many guesses for some that are right.
-GUESSES = ("samples_per_prompt=128", "minibatch_size=1024", "sampling.max_new_tokens=1", "optimiser.lr=1e-3")
+# A model that knows nothing is rewarded for what it says, whatever that is: every group teaches, in every step.
+ANYTHING = ("reward.function=m2flow.worker.testing.rewards:characters", "optimiser.lr=1e-3")
 
 
 def make_job(model: Path, *overrides: str) -> tuple[Job, Graph]:
-    config = load_config(APP.config_class, APP.recipes["one_digit"], [*(() if PROOFS else GUESSES), *overrides])
+    config = load_config(APP.config_class, APP.recipes["one_digit"], [*(() if PROOFS else ANYTHING), *overrides])
     job = APP.build(config, model, None)
     return job, traced(job, config, name="grpo")
 

@@ -40,6 +40,11 @@ _VALUES: Mapping[str, Any] = {
 }
 
 
+def characters(fields: Mapping[str, Any]) -> float:
+    """A number in [0, 1] that depends on every character of the completion."""
+    return sum(map(ord, fields["completion"])) % 7 / 6
+
+
 def obedient(fields: Mapping[str, Any]) -> dict[str, float]:
     """Does what the completion says: "sleep 5", "raise", "exit 3", "nan"; else its length, and a part."""
     word, _, rest = str(fields["completion"]).partition(" ")

@@ -5,7 +5,7 @@
 Each side is a command, counted from its start to its end with all its processes: imports, eight environments, training,
 and evaluations of 32 episodes before, and after every 3,200 steps, the last of which says that the target is reached.
 Samples per CPU second, with sixteen environments, are those of a longer run beyond a shorter one, so that what a start
-costs is no part of them.
+costs is no part of them: medians of three, the sides in turns.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 SB3_SIDE = Path(__file__).with_name("_sb3_side.py")
 MAX_STEPS = 64_000
@@ -106,7 +106,7 @@ def row(name: str, value: float, unit: str, peer: str, ratio: float, holds: bool
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to keep the rows")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="runs to the target on each side; 0: rates alone")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as directory:
@@ -117,15 +117,21 @@ def main() -> None:
             plain.append(sb3(seed, MAX_STEPS, scratch, "plain"))
             alike.append(sb3(seed, MAX_STEPS, scratch, "ours"))
             print(seed, own[-1], plain[-1], alike[-1], flush=True)
-        for name, peers in (("stable-baselines3", plain), ("stable-baselines3, our settings", alike)):
+        for name, peers in (("stable-baselines3", plain), ("stable-baselines3, our settings", alike)) if own else ():
             value, peer = mean(one.cpu_s for one in own), mean(one.cpu_s for one in peers)
             reached = all(one.success >= TARGET for one in own)
             told = f"{name}: {peer:.1f} s, {mean(one.steps for one in peers):.0f} steps"
             rows.append(row("CPU seconds to 0.95", value, "s", told, peer / value, reached and peer >= value))
-        rates = {num_lanes: our_rate(num_lanes, scratch) for num_lanes in (2, 1)}
-        for name, settings in (("stable-baselines3", "plain"), ("stable-baselines3, our settings", "ours")):
-            peer = sb3_rate(settings, scratch)
-            for num_lanes, mine in rates.items():
+        settings_of = {"stable-baselines3": "plain", "stable-baselines3, our settings": "ours"}
+        rounds = []
+        for _ in range(3):
+            theirs = {name: sb3_rate(settings, scratch) for name, settings in settings_of.items()}
+            rounds.append({num_lanes: our_rate(num_lanes, scratch) for num_lanes in (2, 1)} | theirs)
+            print(rounds[-1], flush=True)
+        rates = {side: median(rate[side] for rate in rounds) for side in rounds[0]}
+        for name in settings_of:
+            for num_lanes in (2, 1):
+                mine, peer = rates[num_lanes], rates[name]
                 label = f"samples per CPU second, {num_lanes} lanes"
                 rows.append(row(label, mine, "1/s", f"{name}: {peer:.0f}", mine / peer, mine >= peer))
     for one in rows:

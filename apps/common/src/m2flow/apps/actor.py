@@ -130,7 +130,7 @@ class ActorWorker(Worker):
             worked = [self._worked_tokens(group) for group in groups]
             whole = len(self._minibatch.seen) == self._config.groups_per_minibatch
             metrics = [*[{}] * (len(groups) - 1), self._step() if whole else {}]
-            receipts += [_receipt(*group) for group in zip(groups, too_old, worked, metrics, strict=True)]
+            receipts += map(_receipt, groups, too_old, worked, metrics)
         return receipts
 
     def named_weights(self) -> Mapping[str, Tensor]:

@@ -120,7 +120,7 @@ class ActorWorker(Worker):
         Gives an item for each group, without its tokens: what became of it, and under `metrics` what the optimiser
         step that it completed came to (empty for the others).
         """
-        receipts = []
+        receipts: list[Item] = []
         for place, run in groupby(items, key=self._place):
             groups = list(run)
             if not self._minibatch.continues(place, groups):

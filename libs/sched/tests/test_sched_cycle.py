@@ -170,6 +170,13 @@ def test_items_join_a_part_that_pulls_while_it_runs() -> None:
     assert done == pytest.approx([2.0, 3.0])
 
 
+def test_items_that_end_within_the_clock_s_rounding_both_end() -> None:
+    """The second is due half a nanosecond after the first, which the clock takes for the same moment."""
+    pulling = replace(part([{0}, {1}], 0.1), pulls=True, relative=(1.0, 1.0 + 5e-9))
+    end, done = run_loop([pulling], items=2, rounds=1)
+    assert (end, done) == (pytest.approx(0.1), pytest.approx([0.1, 0.1]))
+
+
 def test_a_simulator_that_does_not_scale_gets_few_devices() -> None:
     best = plan(embodied(0.1, 0.05)).plans[0]
     ids = {g.group: set(g.device_ids) for g in best.plan.groups}

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,23 @@ def ends(tmp_path: Path) -> Iterator[list[Endpoint]]:
     yield made
     for end in made:
         end.close()
+
+
+class _Mutex:
+    """Runs `then`, once, when it is let go: what another thread might do in that moment."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.then: Callable[[], object] | None = None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        then, self.then = self.then, None
+        if then is not None:
+            then()
 
 
 def test_turns_exclude_each_other_and_go_by_ticket(ends: list[Endpoint]) -> None:
@@ -100,6 +117,21 @@ def test_a_turn_that_is_recalled_ends_when_its_block_does(ends: list[Endpoint]) 
         assert inside.wait(5.0)
         thread.join(5.0)
     assert server.stats().num_grants == 100
+
+
+def test_a_turn_that_another_thread_takes_up_as_it_is_kept_is_not_given_back(ends: list[Endpoint]) -> None:
+    LockServer(ends[0])
+    lock, other = DeviceLock(ends[1]), DeviceLock(ends[2])
+    next_turn = lock.turn("a", [0], (1, 0))
+    mutex = _Mutex()
+    lock._mutex = mutex  # type: ignore[assignment]
+    with lock.turn("a", [0], (0, 0)):
+        mutex.then = next_turn.__enter__
+    with pytest.raises(LockTimeout), other.turn("b", [0], (0, 1), timeout_s=0.5):
+        pass
+    next_turn.__exit__(None, None, None)
+    with other.turn("b", [0], (0, 1), timeout_s=5.0):
+        pass
 
 
 def test_units_that_take_turns_all_get_on(ends: list[Endpoint]) -> None:

@@ -120,7 +120,7 @@ class ActorWorker(Worker):
         Gives an item for each group, without its tokens: what became of it, and under `metrics` what the optimiser
         step that it completed came to (empty for the others).
         """
-        receipts = []
+        receipts: list[Item] = []
         for place, run in groupby(items, key=self._place):
             groups = list(run)
             if not self._minibatch.continues(place, groups):
@@ -130,7 +130,7 @@ class ActorWorker(Worker):
             worked = [self._worked_tokens(group) for group in groups]
             whole = len(self._minibatch.seen) == self._config.groups_per_minibatch
             metrics = [*[{}] * (len(groups) - 1), self._step() if whole else {}]
-            receipts += [_receipt(*group) for group in zip(groups, too_old, worked, metrics, strict=True)]
+            receipts += map(_receipt, groups, too_old, worked, metrics)
         return receipts
 
     def named_weights(self) -> Mapping[str, Tensor]:

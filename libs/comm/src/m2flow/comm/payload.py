@@ -74,6 +74,9 @@ class Encoded:
 
     def write_into(self, target: Bytes) -> None:
         """Writes the payload to `target`, shape [size_bytes] uint8, copying each array once. Blocks while it copies."""
+        # Copies by address would go beyond it.
+        assert target.nbytes == self.size_bytes
+        assert target.flags.c_contiguous
         copy, address = copier(self.size_bytes), target.ctypes.data
         at = _HEADER_BYTES + len(self._tree)
         target[:at] = np.frombuffer(self._header() + self._tree, np.uint8)

@@ -8,8 +8,7 @@ its onload and its offload, when nothing more has come.
 
 Items differ, where it is known: in how often they pass a part, and in how long they take there. Those that run side by
 side are out after a time in proportion to that, and a call is as long as its longest item says. A part that pulls takes
-what comes while it runs: of n items that are with it, each is done with 1/n-th of a second's work in a second, as much
-as a call of n items has to do.
+what comes while it runs, and works on all that are with it at once, as fast as in a call of that many.
 """
 
 import heapq
@@ -206,7 +205,8 @@ class _Loop:
         if rank.left != before:
             return
         self._work(rank)
-        for unit in [unit for unit, left in rank.left.items() if left <= _EPS]:
+        least = min(rank.left.values())  # of a unit that is done, but for rounding
+        for unit in [unit for unit, left in rank.left.items() if left <= least + _EPS]:
             del rank.left[unit]
             self._out(unit, rank.part)
         if rank.left:

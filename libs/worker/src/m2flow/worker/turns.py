@@ -134,7 +134,10 @@ class _Turn:
 
 
 class DeviceLock:
-    """A process's way to the lock that the endpoint `host` serves: one for each endpoint. Thread-safe."""
+    """A process's way to the lock that the endpoint `host` serves: one for each endpoint. Thread-safe.
+
+    Close it before the endpoint: else what it keeps is free only once a recall has found nobody.
+    """
 
     def __init__(self, endpoint: Endpoint, *, host: str = "driver") -> None:
         self._endpoint = endpoint
@@ -202,8 +205,10 @@ class DeviceLock:
         """Keeps a turn that is over, unless it was recalled or its unit keeps another."""
         with self._mutex:
             others = any(other.owner == turn.owner and not other.in_use for other in self._turns.values())
-            turn.in_use = turn.recall is not None or others or self._closed
-        if turn.in_use:
+            kept = turn.recall is None and not others and not self._closed
+            turn.in_use = not kept
+        # Not by `in_use`: another thread may have taken up by now what was kept.
+        if not kept:
             self._give_back(turn)
 
     def _give_back(self, turn: _Turn) -> None:

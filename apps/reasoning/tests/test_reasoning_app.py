@@ -146,7 +146,7 @@ def test_problems_and_rewards_of_the_users_own(tmp_path: Path, on_failure: str) 
         failed = row["reward/errors"] if on_failure == "score" else row["tombstones/reward/errors"]
         assert failed > 0
         assert row["reward/scored"] + failed == 64
-        assert row["reward/is_right"] == 0
+        assert row["reward_part/is_right"] == 0
         assert (row["critic/score/min"] == 0) == (on_failure == "score")
     assert all(row["eval/greedy_accuracy"] > 1 for row in rows if "eval/greedy_accuracy" in row)
 

@@ -22,8 +22,8 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
     """Returns the outcome of the groups that an actor gave back; the metrics of several optimiser steps are averaged.
 
     `groups/all_equal` counts the groups whose rewards are all the same, which teach nothing. Lengths are of the
-    policy's own tokens. What samples counted themselves (`counts`, by name) is summed; `reward/NAME` is the mean of
-    that part of a reward over the samples that have it.
+    policy's own tokens. What samples counted themselves (`counts`, by name) is summed; `reward_part/NAME` is the mean
+    of that part of a reward over the samples that have it.
     `staleness` is how many updates the weights that drew a token were behind those that its step began to train, over
     tokens; `staleness/swapped` counts samples in the middle of which weights changed, `staleness/dropped` those that
     were too old to be learned from.
@@ -64,7 +64,7 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
         "staleness/dropped": float(sum(group["too_old"] for group in groups)),
         "tokens": float(given + sum(lengths)),
         **{name: float(count) for name, count in counts.items()},
-        **{f"reward/{name}": _mean(values) for name, values in parts.items()},
+        **{f"reward_part/{name}": _mean(values) for name, values in parts.items()},
     }
     steps: dict[str, list[float]] = defaultdict(list)
     for receipt in receipts:

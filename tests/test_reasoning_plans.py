@@ -26,12 +26,12 @@ def outcomes(run, step: int) -> list[tuple[str, float]]:
 
 
 def assert_nearly_the_same(one, other) -> None:
-    """The first step's samples are equal. From then on weights differ by rounding, as their sums go over another number
-    of threads, and so may a draw between two tokens that are as good as tied: 5% of a step at most."""
+    """The first step's samples are equal. Then weights differ by rounding, as their sums go over another number of
+    threads, and so may a draw between two tokens that are as good as tied: 5% of the second step at most. The third
+    may have learned from another sample."""
     assert outcomes(one, 1) == outcomes(other, 1)
-    for step in (2, 3):
-        pairs = list(zip(outcomes(one, step), outcomes(other, step), strict=True))
-        assert sum(a != b for a, b in pairs) <= 0.05 * len(pairs), step
+    pairs = list(zip(outcomes(one, 2), outcomes(other, 2), strict=True))
+    assert sum(a != b for a, b in pairs) <= 0.05 * len(pairs)
 
 
 def test_temporal_and_spatial_sample_the_same(train) -> None:

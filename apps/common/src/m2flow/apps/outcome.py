@@ -14,7 +14,7 @@ _NO_SIGNAL = (
     " task, or more samples_per_prompt"
 )
 
-
+# What a reward function's failures are counted by.
 _FAILURES = ("reward/errors", "reward/timeouts", "reward/deaths")
 
 

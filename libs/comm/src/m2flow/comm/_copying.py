@@ -58,15 +58,13 @@ def _loop() -> Copy | None:
     """Returns the loop, made executable; None where the processor is another or the system refuses."""
     if platform.machine() != "x86_64":
         return None
-    fd = os.memfd_create("m2flow-copy", os.MFD_CLOEXEC)
     try:
-        os.write(fd, _LOOP)
-        # Never writable and executable at once.
-        code = mmap.mmap(fd, len(_LOOP), mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_EXEC)
+        with os.fdopen(os.memfd_create("m2flow-copy", os.MFD_CLOEXEC), "wb", buffering=0) as file:
+            file.write(_LOOP)
+            # Never writable and executable at once.
+            code = mmap.mmap(file.fileno(), len(_LOOP), mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_EXEC)
     except OSError:
         return None
-    finally:
-        os.close(fd)
     # Kept for good: `code` is what the array keeps, and the array what the function does.
     held = np.frombuffer(code, np.uint8)
     loop = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(held.ctypes.data)

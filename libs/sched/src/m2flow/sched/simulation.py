@@ -16,6 +16,7 @@ from m2flow.sched._workflow import Node, work_sources
 from m2flow.sched.errors import InputError
 
 _EMISSIONS = 4096  # a curve lets its items out in at most so many steps
+_LEAST_S = 1e-9  # of a call in a loop, as of a sample: shares of it are asked for
 _SPAN_DEVICES = 200_000  # device ids in a timeline: more would be a file that nobody opens
 _KINDS = {"busy": flow_pb2.SPAN_KIND_BUSY, "onload": flow_pb2.SPAN_KIND_ONLOAD, "offload": flow_pb2.SPAN_KIND_OFFLOAD}
 
@@ -218,7 +219,7 @@ class _Loop:
         @cache
         def seconds(items: int) -> float:
             call = model.costs.stage_seconds(stage, items * num_ranks, count, frozenset(neighbours))
-            return float(call[0]) - model.costs.hand_off_s(stage)
+            return max(float(call[0]) - model.costs.hand_off_s(stage), _LEAST_S)
 
         @cache
         def emits(items: int) -> Sequence[float]:

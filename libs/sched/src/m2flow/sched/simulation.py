@@ -141,17 +141,16 @@ def _in_flight(model: Model, plan: flow_pb2.ExecutionPlan, node: Node) -> int:
 
 
 def _room(model: Model, plan: flow_pb2.ExecutionPlan, node: int) -> tuple[tuple[int, float], ...]:
-    """Bounded edges out of a node, through passive stages too, as the fraction of the iteration that they hold."""
+    """Bounded edges out of a node, as the fraction of the iteration that they hold. What items pass on their way, a
+    gather say, is behind the bound: it counts what the node puts."""
     workflow, capacity = model.workflow, {(e.producer, e.consumer): e.capacity for e in plan.edges}
     room = []
     for edge in workflow.edges:
         if edge.producer == node:
-            chain = [None, *edge.via, edge.stage]
-            last = chain[-2]
-            sources = [last] if last else list(workflow.nodes[node].stages)
-            held = max((capacity.get((s, edge.stage), 0) for s in sources), default=0)
+            first = edge.via[0] if edge.via else edge.stage
+            held = max(capacity.get((stage, first), 0) for stage in workflow.nodes[node].stages)
             if held:
-                room.append((edge.consumer, held / workflow.volumes[edge.stage]))
+                room.append((edge.consumer, held / workflow.volumes[first]))
     return tuple(room)
 
 

@@ -115,8 +115,8 @@ class ChannelHost:
             index.put(caller, _entries(connection, request.put.items), wait=request.put.wait)
         elif kind == "get":
             get = request.get
-            if get.done:
-                index.ack(connection.session, get.done, give_back=False)
+            if get.ack:
+                index.ack(connection.session, get.ack, give_back=False)
             index.get(caller, _filter(get), get.weight, get.at_least if get.HasField("at_least") else None)
         elif kind == "ack":
             index.ack(connection.session, request.ack.leases, give_back=request.ack.give_back)

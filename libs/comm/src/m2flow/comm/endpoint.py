@@ -80,6 +80,7 @@ class Endpoint:
             quota_bytes=default_quota_bytes() if quota_bytes is None else quota_bytes,
             connect_timeout_s=connect_timeout_s,
             tls=tls,
+            by_reference=by_reference,
             allow_pickle=allow_pickle,
             on_gone=self._on_gone,
         )
@@ -304,7 +305,7 @@ class Endpoint:
         return Channel(name, host, self._fabric.connection, stays_here, device)
 
     def _on_io_thread(self, call: Callable[[], _T]) -> _T:
-        if self._fabric.loop.is_io_thread():
+        if self._fabric.loop.works():
             return call()
         done: Future[_T] = Future()
 
@@ -314,7 +315,7 @@ class Endpoint:
             except Exception as error:
                 done.set_exception(error)
 
-        self._fabric.loop.call(run)
+        self._fabric.loop.work(run)
         return done.result()
 
     # Weights.

@@ -328,6 +328,28 @@ def test_a_producer_dead_without_a_successor_is_named(make_endpoint: Any, ends: 
     assert consumer.get(timeout_s=5).item == "more"
 
 
+def test_a_consumer_killed_while_it_asks_for_more_keeps_what_it_has_acknowledged(ends: Any, peer: Any) -> None:
+    _, producer, consumer = ends
+    producer.put_many([Put(item=index, id=str(index)) for index in range(3)])
+    text = """
+    channel = endpoint.channel("q", host="host")
+    first, *others = channel.get_batch(3)
+    say([lease.id for lease in (first, *others)])
+    channel.get(key="never", ack=[first])
+    """
+    victim = peer("c2", text)
+    assert victim.line() == "['0', '1', '2']"
+    while consumer.stats().waiting_consumers == 0:
+        time.sleep(0.01)
+    victim.kill()
+    leases = consumer.get_batch(2, timeout_s=5)
+    assert [(lease.id, lease.item) for lease in leases] == [("1", 1), ("2", 2)]
+    with pytest.raises(TimeoutError_):
+        consumer.get(ack=leases, timeout_s=0.1)
+    stats = consumer.stats()
+    assert (stats.acked, stats.regiven, stats.leased, stats.queued) == (3, 2, 0, 0)
+
+
 def test_a_killed_consumers_leases_go_to_another_in_order(ends: Any, peer: Any, make_endpoint: Any) -> None:
     host, _, consumer = ends
     host.host_channel("w", producers=["p"], consumers=["c", "v"])

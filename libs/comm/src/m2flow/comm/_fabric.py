@@ -330,6 +330,8 @@ class Fabric:
         elif kind is Kind.SEGMENT:
             assert fd is not None
             connection.on_segment(body, fd)
+        elif kind is Kind.DATA:
+            connection.on_data(request_id, body)
         elif kind is Kind.RELEASE:
             connection.on_release(body)
         else:

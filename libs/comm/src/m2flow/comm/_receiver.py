@@ -4,10 +4,9 @@ import os
 import socket
 from collections import deque
 from collections.abc import Iterator
-from typing import Protocol
 
 from m2flow.comm import _frames
-from m2flow.comm._frames import HEADER, Kind, ProtocolError
+from m2flow.comm._frames import HEADER, Kind, Limits, ProtocolError
 from m2flow.comm.errors import CommError
 
 _BUFFER_BYTES = 256 << 10
@@ -15,12 +14,6 @@ _MAX_FDS = 64
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_FDS * 4)
 # As plain numbers: arithmetic on an enum's members costs microseconds.
 _CLOEXEC, _CUT_SHORT = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
-
-
-class Limits(Protocol):
-    """How long a body may be: more once the other end is believed, perhaps from one frame to the next."""
-
-    body_limit: int
 
 
 class Receiver:

@@ -244,8 +244,8 @@ class Channel:
         ack: Sequence[Lease] = (),
         at_least: float | None = None,
     ) -> Asked:
-        done = [lease.number for lease in ack]
-        get = comm_pb2.GetRequest(key=key, iteration=iteration, weight=weight, at_least=at_least, done=done)
+        numbers = [lease.number for lease in ack]
+        get = comm_pb2.GetRequest(key=key, iteration=iteration, weight=weight, at_least=at_least, ack=numbers)
         return self._ask(comm_pb2.ChannelRequest(get=get), key, iteration)
 
     def _ask_put(

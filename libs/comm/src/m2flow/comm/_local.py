@@ -36,16 +36,16 @@ class LocalLink:
         """Makes two links the ends of one."""
         self._other, other._other = other, self
 
-    def send(self, data: bytes, fd: int | None = None, *, wait: bool = True) -> None:
-        """Brings one whole frame to the other end; a descriptor stays the caller's. Raises BrokenPipeError once closed.
+    def send(self, head: bytes, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True) -> None:
+        """Brings a frame to the other end; a descriptor stays the caller's. Raises BrokenPipeError once closed.
 
         Blocks for what the other end does with it, which never waits.
         """
         other = self._other
         if other is None:
             raise BrokenPipeError("the link is closed")
-        _, kind, request_id = _frames.parse_header(data, 0, _frames.MAX_BODY_BYTES)
-        other._receive(kind, request_id, data[_frames.HEADER.size :], None if fd is None else os.dup(fd))
+        _, kind, request_id = _frames.parse_header(head, 0, _frames.MAX_BODY_BYTES)
+        other._receive(kind, request_id, bytes(body), None if fd is None else os.dup(fd))
 
     def _receive(self, kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
         borrowed = self._loop.borrow()

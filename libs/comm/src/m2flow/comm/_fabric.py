@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Set
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -38,6 +38,7 @@ _GOODBYE_TIMEOUT_S = 1.0
 
 _log = logging.getLogger("m2flow.comm")
 
+_AnyLink = TypeVar("_AnyLink", bound=Link)
 OnFrame = Callable[[Connection, int, bytes], None]
 OnPromptCall = Callable[[Connection, int, bytes], bool]
 OnGone = Callable[[Connection, bool], None]
@@ -121,7 +122,7 @@ class Fabric:
             known = self._known(peer)
             if known is not None:
                 return known
-            connection, link = self._new(peer, None if peer in self._addresses else UnixLink)
+            connection, link = self._new(peer, self._grpc_link if peer in self._addresses else UnixLink)
             self._dialled[peer] = connection
             self._all.add(connection)
         connection.send(Kind.HELLO, 0, self.identity.hello())
@@ -138,14 +139,13 @@ class Fabric:
         return self._dialled.get(peer) or self._accepted.get(peer)
 
     def _join(self, other: "Fabric") -> Connection | None:
-        """Returns the connection to an endpoint of this process, made with both its ends; None where that one closes."""
+        """Returns the connection to an endpoint of this process, making both its ends; None where that one closes."""
         names = self.identity.name, other.identity.name
         with _meeting:
             known = self._known(names[1])
             if known is not None:
                 return known
             (near, link), (far, its_link) = self._new(names[1], LocalLink), other._new(names[0], LocalLink)
-            assert isinstance(link, LocalLink) and isinstance(its_link, LocalLink)
             link.join(its_link)
             self._meet(near, other.identity.hello())
             other._meet(far, self.identity.hello())
@@ -223,16 +223,20 @@ class Fabric:
 
     # Dialling and accepting.
 
-    def _new(self, peer: str, kind: type[UnixLink] | type[LocalLink] | None) -> tuple[Connection, Link]:
-        """Makes a connection whose link is of a kind; None: over gRPC."""
+    def _new(self, peer: str, make_link: Callable[..., _AnyLink]) -> tuple[Connection, _AnyLink]:
         connection = Connection(peer, self.pool, self.released, self._retire, allow_pickle=self._allow_pickle)
-        on_frame, on_closed = partial(self._frame, connection), partial(self._gone, connection)
-        if kind is None:
-            connection.link = self._grpc.GrpcLink(self.loop, self._streams, on_frame=on_frame, on_closed=on_closed)
-        else:
-            take = partial(self._take, connection)
-            connection.link = kind(self.loop, on_frame=on_frame, take=take, on_closed=on_closed)
-        return connection, connection.link
+        connection.link = link = make_link(
+            self.loop,
+            on_frame=partial(self._frame, connection),
+            take=partial(self._take, connection),
+            on_closed=partial(self._gone, connection),
+        )
+        return connection, link
+
+    def _grpc_link(self, loop: Loop, *, on_frame: Any, take: Any, on_closed: Any) -> Link:
+        """The io thread deals with all that comes over gRPC."""
+        link: Link = self._grpc.GrpcLink(loop, self._streams, on_frame=on_frame, on_closed=on_closed)
+        return link
 
     def _remote(self) -> Any:
         """Returns the gRPC side, which is imported and started when it is first needed."""
@@ -245,7 +249,7 @@ class Fabric:
 
     def _accept_stream(self) -> Link:
         with self._lock:
-            connection, link = self._new("", None)
+            connection, link = self._new("", self._grpc_link)
             self._all.add(connection)
         self._await_hello(connection)
         return link
@@ -278,7 +282,6 @@ class Fabric:
         with self._lock:
             connection, link = self._new("", UnixLink)
             self._all.add(connection)
-        assert isinstance(link, UnixLink)
         link.attach(accepted)
         self._await_hello(connection)
 

@@ -1,7 +1,7 @@
 """The one io thread of an endpoint: sockets, timers and short calls, never a wait of its own.
 
-It sleeps in epoll until the kernel, a timer or another thread has something for it. Another thread may do by itself what
-it asks for, in the io thread's place while that one sleeps: only one of them is at work.
+It sleeps in epoll until the kernel, a timer or another thread has something for it. Another thread may do by itself
+what it asks for, in the io thread's place while that one sleeps: only one of them is at work.
 """
 
 import heapq

@@ -2,8 +2,8 @@
 
 Every endpoint listens on a Unix socket in the run's private directory and dials others when it first needs them. One
 connection carries calls, channels and the descriptors of shared memory, both ways; one io thread moves the bytes. Two
-endpoints of one process need neither: each deals with the frames that it sends, in the other's place. A
-peer's death is noticed because the kernel closes its socket, not because it missed a heartbeat.
+endpoints of one process need neither: each deals with the frames that it sends, in the other's place. A peer's death is
+noticed because the kernel closes its socket, not because it missed a heartbeat.
 """
 
 import os
@@ -52,9 +52,9 @@ class Endpoint:
     run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way;
     `connect_timeout_s` is how long a peer, a service or a channel may take to appear; `tls` secures what crosses hosts.
     With `by_reference` a message to an endpoint in this same process is the object itself, and so is an item of a
-    channel whose host and consumers are all in it; frames between two such endpoints are dealt with by who sends them,
-    and without it they treat each other as if they were in two processes. With `allow_pickle` what a peer on this host sent as `Pickled` is
-    unpickled here, which lets it run anything. Create it after forking, never before.
+    channel whose host and consumers are all in it; without it the endpoint is as good as in another process. With
+    `allow_pickle` what a peer on this host sent as `Pickled` is unpickled here, which lets it run anything. Create it
+    after forking, never before.
 
     Raises ValueError for a name or a directory that will not do, CommError where a living endpoint has the name.
     """

@@ -60,6 +60,13 @@ class Fabric:
         allow_pickle: bool,
         on_gone: OnGone,
     ) -> None:
+        # First what may be refused.
+        self._directory = SocketDirectory(directory)
+        try:
+            self._listener, self._inode = self._directory.listen(identity.name)
+        except BaseException:
+            self._directory.close()
+            raise
         self.identity = identity
         self.loop = Loop(identity.name, before_sleep=self._send_releases)
         self.pool = Pool(quota_bytes, on_retire=self._retire)
@@ -82,12 +89,6 @@ class Fabric:
         self._all: set[Connection] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._directory = SocketDirectory(directory)
-        try:
-            self._listener, self._inode = self._directory.listen(identity.name)
-        except BaseException:
-            self._directory.close()
-            raise
 
     def start(self, on_frame: dict[Kind, OnFrame], on_prompt_call: OnPromptCall) -> None:
         """Begins to accept and to answer: `on_frame` maps kinds of frames to what handles them, on the io thread.

@@ -64,6 +64,13 @@ class Fabric:
         allow_pickle: bool,
         on_gone: OnGone,
     ) -> None:
+        # First what may be refused.
+        self._directory = SocketDirectory(directory)
+        try:
+            self._listener, self._inode = self._directory.listen(identity.name)
+        except BaseException:
+            self._directory.close()
+            raise
         self.identity = identity
         self._by_reference = by_reference
         self.loop = Loop(identity.name, before_sleep=self._send_releases)
@@ -87,14 +94,8 @@ class Fabric:
         self._all: set[Connection] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._directory = SocketDirectory(directory)
         self._run = (*self._directory.identity, identity.token)
         self._living: dict[str, Fabric] = {}
-        try:
-            self._listener, self._inode = self._directory.listen(identity.name)
-        except BaseException:
-            self._directory.close()
-            raise
 
     def start(self, on_frame: dict[Kind, OnFrame], on_prompt_call: OnPromptCall) -> None:
         """Begins to accept and to answer: `on_frame` maps kinds of frames to what handles them, on the io thread.
@@ -122,14 +123,16 @@ class Fabric:
             known = self._known(peer)
             if known is not None:
                 return known
-            connection, link = self._new(peer, self._grpc_link if peer in self._addresses else UnixLink)
+            address = self._addresses.get(peer)
+            connection, link = self._new(peer, UnixLink if address is None else self._grpc_link)
+            # Before any other thread finds the connection: nothing may go out ahead of the hello.
+            connection.send(Kind.HELLO, 0, self.identity.hello())
             self._dialled[peer] = connection
             self._all.add(connection)
-        connection.send(Kind.HELLO, 0, self.identity.hello())
         if isinstance(link, UnixLink):
             self._dial(connection, link, time.monotonic())
         else:
-            self._remote().dial(self._addresses[peer], link)
+            self._streams.dial(address, link)
         return connection
 
     def _known(self, peer: str) -> Connection | None:
@@ -171,12 +174,13 @@ class Fabric:
 
     def add_address(self, peer: str, address: str) -> None:
         """Dials a peer over gRPC at an address from now on, or with none through this host's directory again."""
+        if address:
+            self._remote()
         with self._lock:
-            if not address:
+            if address:
+                self._addresses[peer] = address
+            else:
                 self._addresses.pop(peer, None)
-                return
-            self._addresses[peer] = address
-        self._remote()
 
     def listen(self, address: str) -> str:
         """Listens over gRPC too; returns the address bound."""

@@ -11,6 +11,7 @@ from m2flow.sched._closed_form import intervals, iteration_seconds
 from m2flow.sched._plans import Candidate
 from m2flow.sched._tree import Leaf, Pipe, Tree, Turns, leaves, walk
 from m2flow.sched._workflow import work_sources
+from m2flow.sched.cost import Estimate
 
 Ids = dict[str, tuple[int, ...]]
 
@@ -188,15 +189,20 @@ def _add_prediction(
 def error_seconds(model: Model, tree: Tree) -> float:
     """Half the width of the believed interval: the stages' own errors, carried through the closed form."""
     tails, base, square = model.problem.tails, iteration_seconds(tree, model.problem.tails), 0.0
+    for node, _, estimate in estimates(model, tree):
+        share = estimate.relative_error / len(model.workflow.nodes[node].stages)
+        square += (iteration_seconds(tree, tails, {node: 1 + share}) - base) ** 2
+    return float(square**0.5)
+
+
+def estimates(model: Model, tree: Tree) -> Iterator[tuple[int, str, Estimate]]:
+    """What is asked of each stage: its node, its name and the answer."""
     for leaf in leaves(tree):
         node = model.workflow.nodes[leaf.node]
         for stage in node.stages:
             devices = leaf.devices[node.groups.index(_group_of(model, stage))]
             pieces = 1 if leaf.streams else leaf.chunks * max(leaf.batches, 1)
-            estimate = model.costs.estimate(stage, model.workflow.volumes[stage] / pieces, devices)
-            wider = iteration_seconds(tree, tails, {leaf.node: 1 + estimate.relative_error / len(node.stages)})
-            square += (wider - base) ** 2
-    return float(square**0.5)
+            yield leaf.node, stage, model.costs.estimate(stage, model.workflow.volumes[stage] / pieces, devices)
 
 
 def _group_of(model: Model, stage: str) -> str:

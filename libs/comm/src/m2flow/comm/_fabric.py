@@ -76,7 +76,7 @@ class Fabric:
         self.loop = Loop(identity.name, before_sleep=self._send_releases)
         self.pool = Pool(quota_bytes, on_retire=self._retire)
         self.released = Released(self.loop.wake)
-        self.mailbox = Mailbox()
+        self.mailbox = Mailbox(quota_bytes)
         # The consumers of a channel that is hosted here; none where it is not.
         self.consumers_of: Callable[[str], Set[str]] = _nobody
         self._connect_timeout_s = connect_timeout_s
@@ -166,6 +166,13 @@ class Fabric:
                 by_name[connection.peer] = connection
                 self._all.add(connection)
             return not self._closed
+
+    def check_may_wait(self, call: str) -> None:
+        """Raises CommError where the caller deals with frames: what it waits for could not come."""
+        if self.loop.inside():
+            raise CommError(
+                f"{call}: called on the io thread, as callbacks are, which must not wait: call it on another"
+            )
 
     def link_from(self, peer: str) -> Link:
         """Returns the link that a peer's own frames come by: the one that it dialled, where both have dialled."""
@@ -393,6 +400,7 @@ class Fabric:
         for connection in connections:
             connection.link.close()
             self._lose(connection, CommError(f"endpoint {self.identity.name!r} was closed"))
+        self.mailbox.close(PeerLostError(self.identity.name, "it closed its endpoint"))
         self.loop.remove(self._listener.fileno())
         self._listener.close()
         self._directory.unlink(self.identity.name, self._inode)

@@ -25,7 +25,7 @@ from m2flow.comm import (
     TimeoutError_,
     _handshake,
 )
-from m2flow.comm._frames import Kind, frame
+from m2flow.comm._frames import Kind, header
 
 
 def test_a_call_is_answered(make_endpoint: Any) -> None:
@@ -148,6 +148,10 @@ def test_a_service_or_channel_that_never_appears_is_refused_by_name(run_dir: Pat
             a.request("a", "other", "")
         with pytest.raises(CommError, match="channel 'q': it is not hosted by this endpoint"):
             a.channel("q", host="a").get()
+        with pytest.raises(CommError, match="channel 'q': it is not hosted by this endpoint"):
+            a.channel("q", host="a").put(np.ones(100_000))
+        a._fabric.pool.trim()
+        assert a._fabric.pool.size_bytes == 0, "what was refused still holds memory"
 
 
 def test_names_are_unique_and_taken_over_from_the_dead(make_endpoint: Any, peer: Any) -> None:
@@ -191,6 +195,26 @@ def test_a_wrong_token_is_refused_and_logged(make_endpoint: Any, caplog: pytest.
     assert "another" not in caplog.text
 
 
+def test_no_call_goes_out_ahead_of_the_hello(make_endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    b.handle("echo", lambda request: request.args)
+    dialling, hello = threading.Event(), _handshake.Identity.hello
+
+    def slow_hello(identity: _handshake.Identity) -> bytes:
+        dialling.set()
+        time.sleep(0.1)
+        return hello(identity)
+
+    monkeypatch.setattr(_handshake.Identity, "hello", slow_hello)
+    answers: list[int] = []
+    first = threading.Thread(target=lambda: answers.append(a.request("b", "echo", "", 1, timeout_s=10)))
+    first.start()
+    assert dialling.wait(10)
+    assert a.request("b", "echo", "", 2, timeout_s=10) == 2
+    first.join()
+    assert answers == [1]
+
+
 def test_another_version_is_refused_with_both_named(make_endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = make_endpoint("a"), make_endpoint("b")
     hello = a._fabric.identity.hello().replace(b"\x01" + _handshake.VERSION.encode(), b"\x01" + b"9", 1)
@@ -204,8 +228,8 @@ def test_another_version_is_refused_with_both_named(make_endpoint: Any, monkeypa
     "data",
     [
         b"GET / HTTP/1.1\r\n\r\n" * 3,
-        frame(Kind.CALL, 1, b"x"),
-        frame(Kind.HELLO, 0, b"\xff\xff\xff"),
+        header(Kind.CALL, 1, 1) + b"x",
+        header(Kind.HELLO, 0, 3) + b"\xff\xff\xff",
         b"\xff\xff\xff\xff\x01" + bytes(11),
         b"",
     ],

@@ -13,9 +13,13 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from m2flow.comm import CommError, Endpoint, PeerLostError, Tls
+from m2flow.comm import CommError, Endpoint, PayloadError, PeerLostError, Pickled, Put, RemoteError, Tls
+from m2flow.comm._frames import FrameParser, Kind, ProtocolError, header
 from m2flow.comm._grpc import METHOD
+from m2flow.proto.comm.v1 import comm_pb2
 
 Pair = tuple[Endpoint, Endpoint]
 
@@ -50,6 +54,72 @@ def test_a_channel_crosses_hosts(hosts: Pair) -> None:
     assert lease.item.sum() == np.arange(1 << 18).sum()
     back.put({"x": np.ones(1 << 18)}, id="near", key="to a")
     assert out.get(key="to a", timeout_s=5).item["x"].sum() == 1 << 18
+
+
+def test_large_items_of_a_network_reach_consumers_of_the_hosts_own_machine(hosts: Pair) -> None:
+    a, b = hosts
+    with Endpoint(b._fabric._directory.path, "c", token="t") as c:
+        b.host_channel("q", producers=["a"], consumers=["b", "c"])
+        a.channel("q", host="b").put_many([Put(item=np.full(1 << 18, index)) for index in range(2)])
+        for consumer in (b, c):
+            channel = consumer.channel("q", host="b")
+            lease = channel.get(timeout_s=5)
+            assert lease.item.min() == lease.item.max() == (0 if consumer is b else 1)
+            channel.ack(lease)
+    assert _data_left(b) == 0
+
+
+def test_what_no_item_is_made_of_leaves_no_data_behind(tmp_path: Path) -> None:
+    with (
+        Endpoint(tmp_path / "host-a", "a", token="t") as a,
+        Endpoint(tmp_path / "host-b", "b", token="t", connect_timeout_s=0.1) as b,
+    ):
+        a.add_address("b", b.listen("127.0.0.1:0"))
+        b.host_channel("q", producers=["b"], consumers=["b"])
+        large = np.ones(1 << 18)
+        with pytest.raises(CommError, match="not hosted by this endpoint"):
+            a.channel("none", host="b").put(large)
+        with pytest.raises(CommError, match="'a' is no producer"):
+            a.channel("q", host="b").put(large)
+        with pytest.raises(PayloadError, match="pickles stay on one host"):
+            a.channel("q", host="b").put_many([Put(item=large), Put(item=Pickled(1))])
+        with pytest.raises(RemoteError, match="no service 'none'"):
+            a.request("b", "none", "", large)
+        assert _data_left(b) == 0
+
+
+def test_a_message_that_names_data_that_did_not_come_ends_its_connection(hosts: Pair) -> None:
+    a, b = hosts
+    b.handle("echo", lambda request: request.args)
+    assert a.request("b", "echo", "", 1) == 1
+    args = comm_pb2.Payload(block=comm_pb2.Block(offset_bytes=99, size_bytes=8))
+    request = comm_pb2.CallRequest(service="echo", args=args).SerializeToString()
+    with pytest.raises(PeerLostError):
+        a._fabric.connection("b").call(Kind.CALL, request)[1].result(5)
+    assert a.request("b", "echo", "", 2) == 2
+
+
+class _Limits:
+    body_limit = 100
+
+
+@given(st.lists(st.binary(max_size=100), max_size=8), st.lists(st.integers(0, 60), max_size=20))
+def test_frames_are_the_same_however_their_bytes_arrive(bodies: list[bytes], cuts: list[int]) -> None:
+    sent = [(Kind.CALL, number, body) for number, body in enumerate(bodies)]
+    data = memoryview(b"".join(header(kind, number, len(body)) + body for kind, number, body in sent))
+    parser = FrameParser()
+    found = []
+    for size in [*cuts, len(data)]:
+        found += list(parser.frames(data[:size], _Limits()))
+        data = data[size:]
+    assert found == sent
+    too_long = pytest.raises(ProtocolError, match="101 bytes, want at most 100")
+    with too_long:
+        list(parser.frames(memoryview(header(Kind.CALL, 0, 101)), _Limits()))
+
+
+def _data_left(endpoint: Endpoint) -> int:
+    return sum(len(connection._data) for connection in endpoint._fabric._all)
 
 
 def test_a_goodbye_crosses_hosts(hosts: Pair) -> None:

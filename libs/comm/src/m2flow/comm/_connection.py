@@ -1,10 +1,12 @@
 """A connection: two endpoints that know each other, with the calls under way between them and the memory lent.
 
-It is the same on every link. A payload larger than a few pages goes into shared memory where the link passes
-descriptors: a segment is announced once, then only its blocks are named. Whoever lends a block is told when it comes
-back, or that its reader vanished, which makes the segment unusable for anything new.
+It is the same on every link. A payload larger than a few pages goes beside the message, which only names it. Where the
+link passes descriptors it lies in shared memory: a segment is announced once, then its blocks are named. Whoever lends
+a block is told when it comes back, or that its reader vanished, which makes the segment unusable for anything new.
+Elsewhere its bytes are a frame of their own, before the message.
 """
 
+import contextlib
 import itertools
 import os
 import threading
@@ -13,18 +15,23 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
 from m2flow.comm import _frames
 from m2flow.comm._frames import Kind, ProtocolError
 from m2flow.comm._mappings import BlockRef, Hold, Mapped, Released
 from m2flow.comm._replies import Awaited, Reply
 from m2flow.comm._segments import Pool, Segment, Slot
 from m2flow.comm._tree import Bytes
-from m2flow.comm.errors import CommError, PayloadError
+from m2flow.comm.errors import CommError, PayloadError, system_refuses
 from m2flow.comm.payload import Encoded, Tree, decode
 from m2flow.proto.comm.v1 import comm_pb2
 
 # Up to here a copy through the socket is cheaper than a block and its way back.
 INLINE_BYTES = 32 << 10
+
+# In place of a segment's id, which is random.
+_DATA = 0
 
 OnReturned = Callable[[bool], None]
 _sessions = itertools.count(1)
@@ -36,7 +43,7 @@ class Link(Protocol):
     passes_fds: bool
     body_limit: int
 
-    def send(self, data: bytes, fd: int | None = None, *, wait: bool = True) -> None: ...
+    def send(self, head: bytes, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True) -> None: ...
     def wait_sent(self, timeout_s: float) -> bool: ...
     def read_until(self, awaited: Awaited, timeout_s: float | None) -> None: ...
     def interrupt(self, awaited: Awaited) -> None: ...
@@ -77,6 +84,8 @@ class Connection:
         self._announced: set[int] = set()
         self._lent: defaultdict[tuple[int, int], list[OnReturned]] = defaultdict(list)
         self._segments: dict[int, Mapped] = {}
+        # What came as frames of data and no message has named yet.
+        self._data: dict[int, Bytes] = {}
 
     # Calls.
 
@@ -101,10 +110,10 @@ class Connection:
         if reply is not None:
             reply.resolve(body)
 
-    def send(self, kind: Kind, request_id: int, body: bytes) -> None:
+    def send(self, kind: Kind, request_id: int, body: bytes | memoryview) -> None:
         """Sends a frame; a closed link is not an error here, as its calls fail by themselves."""
         try:
-            self.link.send(_frames.frame(kind, request_id, body))
+            self.link.send(_frames.header(kind, request_id, len(body)), body)
         except BrokenPipeError:
             return
 
@@ -125,15 +134,17 @@ class Connection:
     # Payloads out.
 
     def pack(self, encoded: Encoded, *, timeout_s: float | None = None) -> bytes | comm_pb2.Block:
-        """Returns what stands for a payload: its bytes, or a block written for this peer alone.
+        """Returns what stands for a payload: its bytes, or a block written for or sent to this peer alone.
 
         Blocks while the quota of shared memory is used up; raises TimeoutError after `timeout_s` of that, PayloadError
         for a pickle that would leave the host.
         """
         if encoded.pickles and not self.link.passes_fds:
             raise PayloadError(f"got a pickle for {self.peer!r}, which is reached over gRPC: pickles stay on one host")
-        if encoded.size_bytes <= INLINE_BYTES or not self.link.passes_fds:
+        if encoded.size_bytes <= INLINE_BYTES:
             return encoded.to_bytes()
+        if not self.link.passes_fds:
+            return self._send_data(encoded.to_bytes())
         slot = self._pool.take(encoded.size_bytes, timeout_s=timeout_s)
         try:
             if encoded.from_gpu:
@@ -143,28 +154,59 @@ class Connection:
         finally:
             self._pool.let_go(slot)
 
+    def pass_on(self, data: bytes | Bytes) -> bytes | comm_pb2.Block:
+        """Returns what stands for a payload that is bytes already, on its way to this peer. Does not block."""
+        size = len(data)
+        if size > INLINE_BYTES and not self.link.passes_fds:
+            return self._send_data(data)
+        if size > INLINE_BYTES:
+            # Where the quota or the descriptors are used up: a message may be long.
+            with contextlib.suppress(CommError, TimeoutError):
+                slot = self._pool.take(size, timeout_s=0)
+                try:
+                    slot.view(size)[:] = np.frombuffer(data, np.uint8)
+                    return self.lend_slot(slot, size)
+                finally:
+                    self._pool.let_go(slot)
+        return bytes(data)
+
+    def _send_data(self, data: bytes | Bytes) -> comm_pb2.Block:
+        number = next(self._ids)
+        self.send(Kind.DATA, number, data if isinstance(data, bytes) else data.data)
+        return comm_pb2.Block(segment=_DATA, offset_bytes=number, size_bytes=len(data))
+
     def lend_slot(self, slot: Slot, size_bytes: int) -> comm_pb2.Block:
-        """Lends the peer the first bytes of a slot of this process; returns their name."""
-        self._pool.hold(slot)
+        """Lends the peer the first bytes of a slot of this process; returns their name. Raises as `lend` does."""
         ref = BlockRef(slot.segment.id, slot.offset_bytes, size_bytes)
-        self.lend(ref, slot.segment, lambda abandoned: self._pool.let_go(slot, abandoned=abandoned))
+        self._pool.hold(slot)
+        try:
+            self.lend(ref, slot.segment, lambda abandoned: self._pool.let_go(slot, abandoned=abandoned))
+        except CommError:
+            self._pool.let_go(slot)
+            raise
         return comm_pb2.Block(**ref._asdict())
 
     def take_back(self, packed: Iterable[bytes | comm_pb2.Block]) -> None:
-        """Undoes the lending of what was packed and never sent."""
+        """Undoes the lending of what was packed and is named by no message."""
         for payload in packed:
             if isinstance(payload, comm_pb2.Block):
-                self._returned(payload)(False)
+                if is_data(payload):
+                    self.send(Kind.RELEASE, 0, comm_pb2.Release(blocks=[payload]).SerializeToString())
+                else:
+                    self._returned(payload)(False)
 
     def lend(self, block: BlockRef, segment: Segment | Mapped, on_returned: OnReturned) -> None:
-        """Lends the peer a block of a segment; `on_returned(abandoned)` is called once."""
+        """Lends the peer a block of a segment; `on_returned(abandoned)` is called once.
+
+        Raises CommError, and lends nothing, where this process is out of descriptors to pass.
+        """
         with self._lock:
             lost = self._lost is not None
             if not lost:
-                self._lent[block.segment, block.offset_bytes].append(on_returned)
                 if segment.id not in self._announced:
-                    self._announced.add(segment.id)
                     self._announce(segment)
+                    self._announced.add(segment.id)
+                self._lent[block.segment, block.offset_bytes].append(on_returned)
         if lost:
             on_returned(False)
 
@@ -179,9 +221,11 @@ class Connection:
     def _announce(self, segment: Segment | Mapped) -> None:
         body = comm_pb2.Segment(id=segment.id, size_bytes=segment.size_bytes).SerializeToString()
         try:
-            self.link.send(_frames.frame(Kind.SEGMENT, 0, body), segment.fd, wait=False)
+            self.link.send(_frames.header(Kind.SEGMENT, 0, len(body)), body, segment.fd, wait=False)
         except BrokenPipeError:
             return
+        except OSError as error:
+            raise system_refuses("pass shared memory on", error) from error
 
     def on_release(self, body: bytes) -> None:
         """Takes back the blocks that a RELEASE frame names; one that was not lent is a protocol error."""
@@ -191,7 +235,10 @@ class Connection:
     def returned(self, blocks: Iterable[comm_pb2.Block | BlockRef], abandoned: bool) -> None:
         """Takes back blocks that were lent; raises ProtocolError for one that was not."""
         for block in blocks:
-            self._returned(block)(abandoned)
+            if is_data(block):
+                self._data.pop(block.offset_bytes, None)
+            else:
+                self._returned(block)(abandoned)
 
     def _returned(self, block: comm_pb2.Block | BlockRef) -> OnReturned:
         with self._lock:
@@ -224,28 +271,55 @@ class Connection:
             raise ProtocolError(f"got segment {message.id:x} twice")
         self._segments[message.id] = Mapped(message.id, fd, message.size_bytes, self._on_segment_gone)
 
+    def on_data(self, number: int, body: bytes) -> None:
+        """Takes in the payload of a DATA frame, until a message names it."""
+        if number in self._data:
+            raise ProtocolError(f"got data {number} twice")
+        self._data[number] = np.frombuffer(body, np.uint8)
+
     def on_retire(self, body: bytes) -> None:
         """Forgets a segment; arrays that lie in it keep it alive."""
         self._segments.pop(comm_pb2.Segment.FromString(body).id, None)
 
     def segment_of(self, block: comm_pb2.Block) -> tuple[BlockRef, Mapped]:
-        """Returns a block that the peer lent, and its segment; raises ProtocolError for one never announced."""
+        """Returns a block that the peer lent, and its segment; raises ProtocolError for one that cannot be."""
         mapped = self._segments.get(block.segment)
         if mapped is None:
             raise ProtocolError(f"got a block of segment {block.segment:x}, which was not announced")
-        return BlockRef(block.segment, block.offset_bytes, block.size_bytes), mapped
+        found = BlockRef(block.segment, block.offset_bytes, block.size_bytes)
+        if found.offset_bytes + found.size_bytes > mapped.size_bytes:
+            raise ProtocolError(f"got {found}, want it inside the {mapped.size_bytes} bytes of its segment")
+        return found, mapped
 
     def open(self, payload: bytes | comm_pb2.Block) -> bytes | Bytes:
-        """Returns a payload's bytes, in place where they lie in shared memory: its block is held while they live."""
+        """Returns a payload's bytes, in place: a block of shared memory is held while they live.
+
+        Raises ProtocolError for what did not come, CommError, having let go of it, for what cannot be mapped here.
+        """
         if isinstance(payload, bytes):
             return payload
+        if is_data(payload):
+            data = self._data.pop(payload.offset_bytes, None)
+            if data is None:
+                raise ProtocolError(f"got a message that names data {payload.offset_bytes}, which did not come")
+            return data
         block, mapped = self.segment_of(payload)
-        return Hold(mapped.bytes_of(block), partial(self._released.add, self, block)).array()
+        try:
+            found = mapped.bytes_of(block)
+        except CommError:
+            self.release([block])
+            raise
+        return Hold(found, partial(self._released.add, self, block)).array()
 
     def release(self, blocks: list[BlockRef], *, abandoned: bool = False) -> None:
         """Tells the peer that blocks it lent are not read any more."""
         message = comm_pb2.Release(blocks=[comm_pb2.Block(**block._asdict()) for block in blocks], abandoned=abandoned)
         self.send(Kind.RELEASE, 0, message.SerializeToString())
+
+
+def is_data(block: comm_pb2.Block | BlockRef) -> bool:
+    """Says whether a block stands for the bytes of a DATA frame."""
+    return block.segment == _DATA
 
 
 def message_of(packed: bytes | comm_pb2.Block) -> comm_pb2.Payload:

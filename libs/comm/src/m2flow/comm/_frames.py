@@ -7,11 +7,12 @@ An answer carries the id of its request; frames that want no answer carry 0.
 
 import enum
 import struct
+from collections.abc import Iterator
+from typing import Protocol
 
 from m2flow.comm.errors import CommError
 
 HEADER = struct.Struct("<IB3xQ")
-# Larger payloads lie in shared memory, or are cut into chunks, so a longer frame is a lie.
 MAX_BODY_BYTES = (1 << 32) - 1
 MAX_HELLO_BYTES = 64 << 10
 
@@ -29,40 +30,57 @@ class Kind(enum.IntEnum):
     CHANNEL = 8  # ChannelRequest
     CANCEL = 9  # nothing: the request of this id is withdrawn, and answered as it stands
     REPLY = 10  # CallResponse or ChannelResponse
+    DATA = 11  # the bytes of a payload, which a later message names by this id
 
 
 _KINDS = {int(kind): kind for kind in Kind}
 
 
+class Limits(Protocol):
+    """How long a body may be: more once the other end is believed, perhaps from one frame to the next."""
+
+    body_limit: int
+
+
 class FrameParser:
-    """Cuts frames out of bytes that arrive in pieces of any size."""
+    """Cuts frames out of bytes that arrive in pieces of any size; a body grows as it arrives, and is copied no more."""
 
     def __init__(self) -> None:
-        self._bytes = bytearray()
+        self._header = bytearray()
+        self._body = bytearray()
+        # Of the frame whose body is arriving: its length, kind and id.
+        self._begun: tuple[int, Kind, int] | None = None
 
-    def feed(self, data: bytes | memoryview, limit: int) -> tuple[Kind, int, bytes] | None:
-        """Adds bytes; returns the first whole frame as kind, id and body, or None. Call with b"" for the next."""
-        self._bytes += data
-        if len(self._bytes) < HEADER.size:
-            return None
-        length, kind, request_id = parse_header(self._bytes, 0, limit)
-        end = HEADER.size + length
-        if len(self._bytes) < end:
-            return None
-        body = bytes(memoryview(self._bytes)[HEADER.size : end])
-        del self._bytes[:end]
-        return kind, request_id, body
+    def frames(self, data: memoryview, limits: Limits) -> Iterator[tuple[Kind, int, bytearray]]:
+        """Yields kind, id and body of each frame that these bytes complete; raises ProtocolError as `parse_header`."""
+        while True:
+            if self._begun is None:
+                wanted = HEADER.size - len(self._header)
+                self._header += data[:wanted]
+                data = data[wanted:]
+                if len(self._header) < HEADER.size:
+                    return
+                self._begun = parse_header(self._header, 0, limits.body_limit)
+                self._header.clear()
+            length, kind, request_id = self._begun
+            wanted = length - len(self._body)
+            self._body += data[:wanted]
+            data = data[wanted:]
+            if len(self._body) < length:
+                return
+            body, self._body, self._begun = self._body, bytearray(), None
+            yield kind, request_id, body
 
 
 class ProtocolError(CommError):
     """The other end sent what no endpoint of this version sends; the connection is closed."""
 
 
-def frame(kind: Kind, request_id: int, body: bytes) -> bytes:
-    """Returns one frame as bytes; raises ProtocolError for a body that no frame can hold."""
-    if len(body) > MAX_BODY_BYTES:
-        raise ProtocolError(f"got a message of {len(body)} bytes, want at most {MAX_BODY_BYTES}: send it in parts")
-    return HEADER.pack(len(body), kind, request_id) + body
+def header(kind: Kind, request_id: int, size: int) -> bytes:
+    """Returns the header of a frame whose body has `size` bytes; raises ProtocolError where no frame can hold them."""
+    if size > MAX_BODY_BYTES:
+        raise ProtocolError(f"got a message of {size} bytes, want at most {MAX_BODY_BYTES}: send it in parts")
+    return HEADER.pack(size, kind, request_id)
 
 
 def parse_header(data: memoryview | bytes | bytearray, at: int, limit: int) -> tuple[int, Kind, int]:

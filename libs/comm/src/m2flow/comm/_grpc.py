@@ -19,7 +19,7 @@ import grpc
 from google.protobuf.internal import encoder
 
 from m2flow.comm import _frames
-from m2flow.comm._frames import FrameParser, Kind, frame
+from m2flow.comm._frames import FrameParser, Kind, header
 from m2flow.comm._handshake import VERSION
 from m2flow.comm._loop import Loop
 from m2flow.comm._replies import Awaited
@@ -50,14 +50,16 @@ _OPTIONS = (
     ("grpc.enable_retries", 0),
 )
 
-OnFrame = Callable[[Kind, int, bytes, int | None], None]
+OnFrame = Callable[[Kind, int, bytes | bytearray, int | None], None]
 OnClosed = Callable[[str], None]
+# The pieces of one message's bytes, in order.
+_Chunk = list[memoryview]
 
 
 class _Stream(Protocol):
     """What both ends of a gRPC stream offer."""
 
-    async def write(self, message: bytes) -> Any: ...
+    async def write(self, message: _Chunk) -> Any: ...
 
 
 class GrpcLink:
@@ -73,7 +75,7 @@ class GrpcLink:
         self._on_closed = on_closed
         self._parser = FrameParser()
         self._closed = False
-        self._out: deque[bytes] = deque()
+        self._out: deque[memoryview] = deque()
         self._out_bytes = 0
         self._lock = threading.Lock()
         self._drained = threading.Condition(self._lock)
@@ -82,10 +84,10 @@ class GrpcLink:
 
     # Any thread.
 
-    def send(self, data: bytes, fd: int | None = None, *, wait: bool = True) -> None:
-        """Sends whole frames. Blocks, unless on the io thread or not to `wait`, while more than 8 MiB are under way.
+    def send(self, head: bytes, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True) -> None:
+        """Sends a frame. Blocks, unless on the io thread or not to `wait`, while more than 8 MiB are under way.
 
-        Raises BrokenPipeError once closed.
+        The body must stay as it is. Raises BrokenPipeError once closed.
         """
         assert fd is None, "this link passes no descriptors"
         with self._lock:
@@ -93,8 +95,8 @@ class GrpcLink:
                 self._drained.wait()
             if self._closed:
                 raise BrokenPipeError("the link is closed")
-            self._out.append(data)
-            self._out_bytes += len(data)
+            self._out += (memoryview(head), memoryview(body))
+            self._out_bytes += len(head) + len(body)
         self._streams.call(self._wake.set)
 
     def wait_sent(self, timeout_s: float) -> bool:
@@ -137,7 +139,7 @@ class GrpcLink:
             while (chunk := self._next_chunk()) is not None:
                 await stream.write(chunk)
                 with self._lock:
-                    self._out_bytes -= len(chunk)
+                    self._out_bytes -= sum(map(len, chunk))
                     self._drained.notify_all()
             if self._closed:
                 return
@@ -149,25 +151,25 @@ class GrpcLink:
             await self._read_ahead.acquire()
             self._loop.call(partial(self._feed, chunk))
 
-    def _next_chunk(self) -> bytes | None:
+    def _next_chunk(self) -> _Chunk | None:
         with self._lock:
-            taken: list[bytes | memoryview] = []
-            size = 0
-            while self._out and size < CHUNK_BYTES:
+            taken: _Chunk = []
+            room = CHUNK_BYTES
+            while self._out and room:
                 data = self._out.popleft()
-                room = CHUNK_BYTES - size
                 if len(data) > room:
-                    self._out.appendleft(memoryview(data)[room:])  # type: ignore[arg-type]
-                taken.append(memoryview(data)[:room])
-                size += min(len(data), room)
-        return b"".join(taken) if taken else None
+                    self._out.appendleft(data[room:])
+                taken.append(data[:room])
+                room -= len(taken[-1])
+        return taken or None
 
     # The io thread.
 
-    def _feed(self, chunk: memoryview | bytes) -> None:
+    def _feed(self, chunk: memoryview) -> None:
         try:
-            while not self._closed and (found := self._parser.feed(chunk, self.body_limit)) is not None:
-                chunk = b""
+            for found in self._parser.frames(chunk, self):
+                if self._closed:
+                    return
                 self._on_frame(*found, None)
         except CommError as error:
             self.fail(str(error))
@@ -245,7 +247,7 @@ class Streams:
         """Ends a stream that brought no token. The reason goes as a frame first: a status alone may not be heard."""
         reason = "its token is not this run's"
         refusal = comm_pb2.Refusal(reason=reason, version=VERSION).SerializeToString()
-        await context.write(frame(Kind.REFUSAL, 0, refusal))
+        await context.write([memoryview(header(Kind.REFUSAL, 0, len(refusal)) + refusal)])
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(_drain(request), _GOODBYE_TIMEOUT_S)
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
@@ -335,11 +337,11 @@ async def _drain(request: AsyncIterable[memoryview]) -> None:
         pass
 
 
-def _wrap(chunk: bytes) -> bytes:
+def _wrap(chunk: _Chunk) -> bytes:
     """Returns the message whose one field is the chunk: the field's tag and length, then its bytes, copied once."""
     head = bytearray(_FIELD)
-    encoder._EncodeVarint(head.extend, len(chunk))  # type: ignore[attr-defined]
-    return bytes(head) + chunk
+    encoder._EncodeVarint(head.extend, sum(map(len, chunk)))  # type: ignore[attr-defined]
+    return b"".join((head, *chunk))
 
 
 def _unwrap(message: bytes) -> memoryview:

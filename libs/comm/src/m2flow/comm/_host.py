@@ -4,16 +4,20 @@ Everything here runs on the endpoint's io thread, so the indexes need no lock.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import partial
 
-from m2flow.comm._connection import Connection
+import numpy as np
+
+from m2flow.comm._connection import Connection, is_data
 from m2flow.comm._frames import Kind, ProtocolError
-from m2flow.comm._index import Caller, ChannelIndex, Entry, Held, Refusal
+from m2flow.comm._index import Caller, ChannelIndex, Entry, Held, Refusal, drop
 from m2flow.comm._items import add_payloads, column, rows
 from m2flow.comm._parking import Parking
 from m2flow.comm._references import Reference, is_reference, referenced
+from m2flow.comm._tree import Bytes
 from m2flow.comm._views import Filter
+from m2flow.comm.errors import CommError
 from m2flow.comm.payload import encode, has_pickle
 from m2flow.proto.comm.v1 import comm_pb2
 
@@ -39,13 +43,18 @@ class Passed:
 
     def give(self, reader: Connection) -> bytes | comm_pb2.Block:
         """Returns what stands for the payload to a reader, whom its block is lent to where it can map it."""
-        if not reader.link.passes_fds:
-            return self._mapped.bytes_of(self._block).tobytes()
-        with _counting:
-            self._holds += 1
-        # A block has the same name at every end.
-        reader.lend(self._block, self._mapped, self._let_go)
-        return self._message
+        if reader.link.passes_fds:
+            with _counting:
+                self._holds += 1
+            try:
+                # A block has the same name at every end.
+                reader.lend(self._block, self._mapped, self._let_go)
+                return self._message
+            except CommError:
+                # No descriptor is left to lend it by.
+                self._let_go(False)
+        # A copy: the block may be used again before all of it is sent.
+        return reader.pass_on(self._mapped.bytes_of(self._block).tobytes())
 
     def _let_go(self, abandoned: bool) -> None:
         with _counting:
@@ -54,6 +63,18 @@ class Passed:
             last = not self._holds
         if last:
             self._from.release([self._block], abandoned=self._abandoned)
+
+
+class Arrived:
+    """A payload that came over a network."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes | Bytes) -> None:
+        self.data = data
+
+    def drop(self) -> None:
+        """Ends nothing by itself: it lives as long as its item."""
 
 
 class ChannelHost:
@@ -83,40 +104,52 @@ class ChannelHost:
         except KeyError:
             raise ValueError(f"channel {name!r} is not hosted here, want one of {sorted(self._indexes)}") from None
 
-    def consumers_of(self, name: str) -> Sequence[str]:
+    def consumers_of(self, name: str) -> Set[str]:
         """Returns the consumers of a channel; none where it is not hosted here. Any thread may ask."""
         index = self._indexes.get(name)
-        return () if index is None else tuple(index.members.consumers)
+        return frozenset() if index is None else index.members.consumers.keys()
 
     def on_request(self, connection: Connection, request_id: int, body: bytes) -> None:
         """Handles a CHANNEL frame."""
         request = comm_pb2.ChannelRequest.FromString(body)
+        # Taken in here, in the order of frames: the segment of a block may be retired by the next one.
+        entries = _entries(connection, request.put.items) if request.HasField("put") else []
         index = self._indexes.get(request.channel)
         if index is not None:
-            self._serve(index, connection, request_id, request)
+            self._serve(index, connection, request_id, request, entries)
             return
-        refusal = Refusal("CommError", "it is not hosted by this endpoint: call host_channel there")
+
+        def refuse() -> None:
+            drop(entries)
+            refusal = Refusal("CommError", "it is not hosted by this endpoint: call host_channel there")
+            _answer(connection, request_id, (), refusal)
+
         self._parking.park(
             request.channel,
-            lambda: self._serve(self._indexes[request.channel], connection, request_id, request),
-            lambda: _answer(connection, request_id, (), refusal),
+            lambda: self._serve(self._indexes[request.channel], connection, request_id, request, entries),
+            refuse,
         )
 
     def _serve(
-        self, index: ChannelIndex, connection: Connection, request_id: int, request: comm_pb2.ChannelRequest
+        self,
+        index: ChannelIndex,
+        connection: Connection,
+        request_id: int,
+        request: comm_pb2.ChannelRequest,
+        entries: list[Entry],
     ) -> None:
         caller = Caller(connection.session, connection.peer, request_id, partial(_answer, connection, request_id))
         kind = request.WhichOneof("kind")
         if kind == "put":
-            if not connection.link.passes_fds and any(map(has_pickle, request.put.items.payloads)):
+            if not connection.link.passes_fds and any(_has_pickle(entry.payload) for entry in entries):
                 refusal = Refusal("PayloadError", "got a pickle over gRPC: pickles stay on one host")
                 caller.answer((), refusal)
                 return
-            index.put(caller, _entries(connection, request.put.items), wait=request.put.wait)
+            index.put(caller, entries, wait=request.put.wait)
         elif kind == "get":
             get = request.get
-            if get.done:
-                index.ack(connection.session, get.done, give_back=False)
+            if get.ack:
+                index.ack(connection.session, get.ack, give_back=False)
             index.get(caller, _filter(get), get.weight, get.at_least if get.HasField("at_least") else None)
         elif kind == "ack":
             index.ack(connection.session, request.ack.leases, give_back=request.ack.give_back)
@@ -175,7 +208,14 @@ def _entries(connection: Connection, items: comm_pb2.Items) -> list[Entry]:
 
 
 def _taken_in(payload: comm_pb2.Block, connection: Connection) -> Held:
+    if is_data(payload):
+        return Arrived(connection.open(payload))
     return referenced(payload) if is_reference(payload) else Passed(connection, payload)
+
+
+def _has_pickle(payload: Held | bytes) -> bool:
+    data = payload.data if isinstance(payload, Arrived) else payload
+    return isinstance(data, bytes | np.ndarray) and has_pickle(data)
 
 
 def _filter(request: comm_pb2.GetRequest) -> Filter:
@@ -210,9 +250,11 @@ def _answer(connection: Connection, request_id: int, entries: Sequence[Entry], r
 def _given(payload: Held, reader: Connection) -> bytes | comm_pb2.Block:
     if isinstance(payload, Passed):
         return payload.give(reader)
+    if isinstance(payload, Arrived):
+        return reader.pass_on(payload.data)
     assert isinstance(payload, Reference)
     # A consumer in another process has joined since it was put. It was found to have an encoding then.
-    return payload.block if reader.within else encode(payload.tree).to_bytes()
+    return payload.block if reader.within else reader.pass_on(encode(payload.tree).to_bytes())
 
 
 def _answer_stats(connection: Connection, request_id: int, index: ChannelIndex) -> None:

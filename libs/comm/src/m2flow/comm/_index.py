@@ -152,7 +152,7 @@ class ChannelIndex:
         if refusal is None and not wait and not self._has_room(len(entries)):
             refusal = Refusal("ChannelFullError")
         if refusal is not None:
-            _drop(entries)
+            drop(entries)
             caller.answer((), refusal)
             return
         state = self.members.producers[caller.member]
@@ -224,7 +224,7 @@ class ChannelIndex:
         for put in self._waiting.puts:
             if put.caller.session == session and put.caller.request == request:
                 self._waiting.puts.remove(put)
-                _drop(put.entries)
+                drop(put.entries)
                 put.caller.answer((), Refusal("TimeoutError_", peers=tuple(self.members.consumers)))
                 return
         for get in self._waiting.in_order(self._waiting.gets):
@@ -240,7 +240,7 @@ class ChannelIndex:
         """Notes that a connection is gone, with or without a goodbye: its leases are given out again, in order."""
         for put in [put for put in self._waiting.puts if put.caller.session == session]:
             self._waiting.puts.remove(put)
-            _drop(put.entries)
+            drop(put.entries)
         for get in self._waiting.in_order(self._waiting.gets):
             if get.caller.session == session:
                 self._waiting.remove(get)
@@ -262,7 +262,7 @@ class ChannelIndex:
         self.closed = True
         puts, self._waiting.puts = self._waiting.puts, deque()
         for put in puts:
-            _drop(put.entries)
+            drop(put.entries)
             put.caller.answer((), Refusal("ChannelClosedError", "it was closed"))
         self._settle()
 
@@ -272,7 +272,7 @@ class ChannelIndex:
         self._queue.remove(everything)
         leased = [entry for held in self._leases.values() for entry in held.values()]
         self._leases.clear()
-        _drop([*everything, *leased])
+        drop([*everything, *leased])
         self.end_channel()
 
     def announce_successor(self, lost: str, successor: str) -> None:
@@ -377,7 +377,7 @@ class ChannelIndex:
                     seen = seen_in[iteration] = set()
                 if entry.id in seen:
                     self.counts.dropped += 1
-                    _drop((entry,))
+                    drop((entry,))
                     continue
                 seen.add(entry.id)
             if entry.tombstone:
@@ -475,7 +475,7 @@ class ChannelIndex:
 
     def _finished(self, entries: Sequence[Entry]) -> None:
         self.counts.acked += len(entries)
-        _drop(entries)
+        drop(entries)
         for entry in entries:
             self._remaining[entry.iteration] -= 1
         for iteration in {entry.iteration for entry in entries}:
@@ -508,7 +508,8 @@ def _prefix(view: View[Entry], weight: float) -> list[Entry]:
     return taken
 
 
-def _drop(entries: Iterable[Entry]) -> None:
+def drop(entries: Iterable[Entry]) -> None:
+    """Lets go of the memory of items that nobody will take."""
     for entry in entries:
         if not isinstance(entry.payload, bytes):
             entry.payload.drop()

@@ -141,18 +141,18 @@ class PutRequest(_message.Message):
     def __init__(self, items: _Optional[_Union[Items, _Mapping]] = ..., wait: bool = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("key", "iteration", "weight", "at_least", "done")
+    __slots__ = ("key", "iteration", "weight", "at_least", "ack")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ITERATION_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     AT_LEAST_FIELD_NUMBER: _ClassVar[int]
-    DONE_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
     key: str
     iteration: int
     weight: float
     at_least: float
-    done: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, key: _Optional[str] = ..., iteration: _Optional[int] = ..., weight: _Optional[float] = ..., at_least: _Optional[float] = ..., done: _Optional[_Iterable[int]] = ...) -> None: ...
+    ack: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[str] = ..., iteration: _Optional[int] = ..., weight: _Optional[float] = ..., at_least: _Optional[float] = ..., ack: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AckRequest(_message.Message):
     __slots__ = ("leases", "give_back")

@@ -177,6 +177,7 @@ def test_what_cannot_be_read_exits_with_two(tmp_path: pathlib.Path, capsys: pyte
         ("workflow.stages.1.expansion=-3", "expansion is -3"),
         ("workflow.stages.1.kind=publish", "publishes to group ''"),
         ("workflow.streams.1.rounds=1e9", "rounds, want at most"),
+        ("profile.loop_items=[{stage: actor.train, passes: [4294967295]}]", "4,294,967,295 passes, want at most"),
         ("workflow.groups.0.name=actor", "lists group 'actor' twice"),
         ("workflow.groups=[{name: rollout, min_devices: 4, max_devices: 2}]", "at most 2 devices and at least 4"),
         ("workflow.name=[", "no YAML value"),

@@ -40,6 +40,12 @@ def check_numbers(request: sched_pb2.PlanRequest) -> None:
                 f"the feedback stream from {stream.producer!r} has {stream.rounds:g} rounds, want at most "
                 f"{_MOST_ROUNDS:,}: count passes of one item in one iteration"
             )
+    for loop in request.profile.loop_items:
+        if max(loop.passes, default=0) > _MOST_ROUNDS:
+            raise InputError(
+                f"an item of the loop stage {loop.stage!r} has {max(loop.passes):,} passes, want at most "
+                f"{_MOST_ROUNDS:,}: count those of one iteration"
+            )
     count = num_devices(request.cluster)
     if count > MOST_DEVICES:
         raise InputError(f"the cluster has {count:,} devices, want at most {MOST_DEVICES:,}: plan a part of it")

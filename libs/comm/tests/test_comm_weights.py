@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from m2flow.comm import PayloadError, RemoteError
+from m2flow.comm.payload import encode
 from m2flow.comm.weights import SERVICE, WeightReader, digest
 
 
@@ -77,15 +78,18 @@ def test_a_wrong_digest_is_named(make_endpoint: Any) -> None:
     some = {name: every[name] for name in ("t1", "t9")}
     reader = WeightReader()
 
+    def payload(arrays: dict[str, Any]) -> Any:
+        return np.frombuffer(encode(arrays).to_bytes(), np.uint8)
+
     def check(name: str, digests: dict[str, int]) -> None:
-        answer = {"weights": {**weights, name: np.full(3, 99)}, "digests": digests}
+        answer = {"weights": payload({**weights, name: np.full(3, 99)}), "digests": digests}
         reader.check("trainer", "policy", 1, answer, lambda: every)
 
     with pytest.raises(PayloadError, match="'policy' version 1 from 'trainer': 't5' has another digest"):
         check("t5", every)
     with pytest.raises(PayloadError, match="'t5' has another digest"):
         check("t5", some)  # a source that is new here is asked for the rest
-    reader.check("trainer", "policy", 1, {"weights": weights, "digests": some}, lambda: every)
+    reader.check("trainer", "policy", 1, {"weights": payload(weights), "digests": some}, lambda: every)
     check("t5", some)
     with pytest.raises(PayloadError, match="'t9' has another digest"):
         check("t9", some)

@@ -11,7 +11,7 @@ import torch
 
 from m2flow.comm import PayloadError, RemoteError
 from m2flow.comm.endpoint import _MAX_HANDLER_THREADS
-from m2flow.comm.payload import encode
+from m2flow.comm.payload import decode, encode
 from m2flow.comm.weights import SERVICE, WeightReader, digest
 
 
@@ -83,7 +83,7 @@ def test_a_fetch_that_waited_gets_its_version_though_newer_ones_overtake_the_ans
     trainer.stage_weights("other", 2, {"a": np.full(5000, 99)})
     go_on.set()
     fetched, digests = (answer.result(10) for answer in waiting)
-    assert fetched["weights"]["a"].tolist() == weights[3]["a"].tolist()
+    assert decode(fetched["weights"])["a"].tolist() == weights[3]["a"].tolist()
     assert digests == {"a": digest(weights[3]["a"])}
     del fetched, waiting
     gc.collect()
@@ -101,7 +101,7 @@ def test_a_fetch_of_a_version_that_is_passed_over_fails(make_endpoint: Any) -> N
     with pytest.raises(RemoteError, match=r"version 1 are withdrawn, want one of \[2\]"):
         passed_over.result(10)
     trainer.stage_weights("policy", 3, {"a": np.full(2, 3.0)})
-    assert later.result(10)["weights"]["a"].sum() == 6
+    assert decode(later.result(10)["weights"])["a"].sum() == 6
 
 
 def test_a_released_version_is_not_waited_for(make_endpoint: Any) -> None:

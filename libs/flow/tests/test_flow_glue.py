@@ -71,7 +71,7 @@ def test_an_item_without_the_group_is_an_error_with_a_remedy():
 def test_map_and_filter_work_on_the_living():
     ops = [
         gather(),
-        Op("filter:is_mixed", "filter", ("gather:prompt",), function=f"{HERE}:is_mixed"),
+        Op("filter:is_mixed", "filter", ("gather:prompt",), function=f"{HERE}:is_mixed", reason="all equal"),
         Op("map:mean_reward", "map", ("filter:is_mixed",), function=f"{HERE}:mean_reward"),
     ]
     glue = Glue(ops, "map:mean_reward")
@@ -80,11 +80,11 @@ def test_map_and_filter_work_on_the_living():
     out = [made for item in items[:2] + equal for made in glue.push(item, "far")]
     # By hand: rewards 0 and 1 have mean 0.5; the second group is all-equal.
     assert out[0].fields["advantages"] == [-0.5, 0.5]
-    assert (out[1].seq, out[1].tombstone) == ((1,), "filter:is_mixed")
+    assert (out[1].seq, out[1].tombstone) == ((1,), "all equal")
 
 
 def test_split_halves_meet_again_in_a_merge():
-    split = {"kind": "filter", "inputs": ("far",), "function": f"{HERE}:is_live"}
+    split = {"kind": "filter", "inputs": ("far",), "function": f"{HERE}:is_live", "reason": SPLIT}
     ops = [
         Op("yes", branch="yes", **split),
         Op("no", branch="no", **split),

@@ -18,6 +18,10 @@ from m2flow.worker import Item
 
 # The reason of a tombstone that stands for an item on the other side of a split.
 SPLIT = "split"
+# The reason of a tombstone that tells the head of a loop that an item has left it.
+LEFT = "left"
+# Reasons of tombstones for items that live on elsewhere: nothing is lost.
+MARKS = frozenset({SPLIT, LEFT})
 
 
 class Operation(ABC):
@@ -59,19 +63,18 @@ class Map(Operation):
 
 
 class Filter(Operation):
-    """A test on each item; what fails it becomes a tombstone, or goes without one where it is still in a loop."""
+    """A test on each item; what fails it becomes a tombstone, or goes without one where the operation has no reason."""
 
     def __init__(self, op: Op) -> None:
         self._predicate = load(op.function)
         self._keep = op.branch != "no"
-        self._reason = SPLIT if op.branch else op.name
-        self._silent = op.silent
+        self._reason = op.reason
 
     def push(self, item: Item, port: str) -> list[Item]:
         """Returns the item, or its tombstone."""
         if item.tombstone or bool(self._predicate(item)) == self._keep:
             return [item]
-        return [] if self._silent else [item.as_tombstone(self._reason)]
+        return [item.as_tombstone(self._reason)] if self._reason else []
 
 
 class Gather(Operation):

@@ -18,8 +18,8 @@ DRIVER = "driver"
 class Op:
     """One piece of glue: `kind` is its word ("gather"), `inputs` the operations or producers that feed it.
 
-    A `silent` filter leaves no tombstone: what it drops in a loop goes on by the other half of the split. Of several
-    inboxes that run the same operation one `counts` what is lost in it.
+    What a filter drops becomes a tombstone for its `reason`, and leaves none where that is "". Of several inboxes that
+    run the same operation one `counts` what is lost in it.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Op:
     function: str = ""
     by: str = ""
     branch: str = ""
-    silent: bool = False
+    reason: str = ""
     count: int = 0
     carry_surplus: bool = False
     counts: bool = True

@@ -157,7 +157,7 @@ class Inbox:
         """Takes from the channel what brings no more than `most` items."""
         # The head of a loop takes all that is there: its items keep to its rank, and it sees who comes back.
         missing = _ALL if self._stage.inbox.feedback else most - self._num_ready()
-        if self._stage.eager:  # what has arrived is enough: nobody knows whether more will come
+        if self._stage.eager or self._glue.draws:  # what has arrived is enough: nobody knows whether more will come
             demand, at_least = missing, int(wait)
         else:
             demand = at_least = self._glue.demand(missing)

@@ -26,9 +26,10 @@ def lift(graph: Graph) -> MicroFlow:
 
 def _stage(graph: Graph, stage: pb.Stage) -> MicroStage:
     ports = tuple(dict.fromkeys(stream.producer for stream in graph.inputs(stage.name)))
+    gathers = {gather.name for gather in graph.kinds(pb.STAGE_KIND_GATHER)}
     feedback = tuple(stream.producer for stream in graph.inputs(stage.name, feedback=True))
     if stage.kind in GLUE:
-        ops: tuple[Op, ...] = (_op(stage, ports, _reason(graph, stage)),)
+        ops: tuple[Op, ...] = (_op(graph, stage, ports),)
         head = stage.name
     elif len(ports) > 1:  # into the head of a loop: as they arrive
         head = f"enter>{stage.name}"
@@ -42,6 +43,7 @@ def _stage(graph: Graph, stage: pb.Stage) -> MicroStage:
         method=stage.method,
         to=stage.to,
         after=tuple(stage.after),
+        keeps=any(stage.name in loop and not loop & gathers for loop in graph.cycles),
         inbox=Inbox(ports, head, ops, feedback=feedback, window=stage.order_window, epochs=max(1, stage.epochs)),
     )
 
@@ -60,7 +62,7 @@ def _reason(graph: Graph, stage: pb.Stage) -> str:
     return LEFT if any(stage.name in loop and other not in loop for loop in graph.cycles) else ""
 
 
-def _op(stage: pb.Stage, ports: tuple[str, ...], reason: str) -> Op:
+def _op(graph: Graph, stage: pb.Stage, ports: tuple[str, ...]) -> Op:
     quota = stage.HasField("quota")
     return Op(
         name=stage.name,
@@ -69,7 +71,8 @@ def _op(stage: pb.Stage, ports: tuple[str, ...], reason: str) -> Op:
         function=stage.method,
         by=stage.by,
         branch=stage.branch,
-        reason=reason,
+        looped=stage.name in graph.in_cycles,
+        reason=_reason(graph, stage),
         count=stage.quota.count if quota else 0,
         carry_surplus=quota and stage.quota.carry_surplus,
     )

@@ -16,6 +16,12 @@ def debts(*places, keeps=False):
     return owed
 
 
+def pay(owed, paid):
+    for item in paid:
+        owed.pay(item)
+    owed.settle()
+
+
 def test_items_are_paid_as_themselves_as_tombstones_and_as_children_of_children_in_any_order():
     whole, gone, parent = (Item((place,), 3) for place in range(3))
     children = [parent.child(index, 3, "child") for index in range(3)]
@@ -23,10 +29,7 @@ def test_items_are_paid_as_themselves_as_tombstones_and_as_children_of_children_
     paid += [children[1].child(index, 2, "grandchild") for index in range(2)]
     for seed in range(20):
         random.Random(seed).shuffle(paid)
-        owed = debts(0, 1, 2)
-        for item in paid:
-            owed.pay(item)
-        owed.settle()
+        pay(debts(0, 1, 2), paid)
 
 
 @pytest.mark.parametrize(
@@ -41,11 +44,8 @@ def test_items_are_paid_as_themselves_as_tombstones_and_as_children_of_children_
     ],
 )
 def test_what_is_owed_is_named(paid, message):
-    owed = debts(0, 1)
     with pytest.raises(RunError, match=message):
-        for item in paid:
-            owed.pay(item)
-        owed.settle()
+        pay(debts(0, 1), paid)
 
 
 def test_inside_a_loop_items_go_on_as_themselves():

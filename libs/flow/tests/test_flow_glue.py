@@ -81,7 +81,7 @@ def test_a_group_of_several_source_items_is_refused_where_it_is_not_seen_as_a_wh
     items = [Item((place,), 0, groups={"prompt": Group("pair", 2)}) for place in range(2)]
     anywhere = Glue([gather()], "gather:prompt")
     assert [made.seq for item in items for made in anywhere.push(item, "far")] == [(0,)]
-    with pytest.raises(RunError, match="group pair of item 0:0 may hold .* several source items.*one rank"):
+    with pytest.raises(RunError, match=r"group pair of item 0:0 may hold .* several source items.*one rank"):
         Glue([replace(gather(), local=True)], "gather:prompt").push(items[0], "far")
 
 

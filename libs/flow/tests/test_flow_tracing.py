@@ -262,7 +262,7 @@ def test_what_would_wait_for_the_end_of_its_own_loop_is_refused(wrap, message):
         ),
         pytest.param(
             lambda flow, s, a, b: fed(flow, flow.loop(s), a, lambda turn: b.train(s)),
-            r"begins a loop that actor\.train is fed to, which does not come of it",
+            r"begins a loop that actor\.train is fed to, and does not come of",
             id="fed from elsewhere",
         ),
         pytest.param(

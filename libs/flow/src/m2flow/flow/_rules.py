@@ -29,7 +29,7 @@ def _feeds(graph: Graph) -> _Found:
         if stream.producer not in loop:
             yield (
                 head,
-                f"begins a loop that {stream.producer} is fed to, which does not come of it: feed what goes round",
+                f"begins a loop that {stream.producer} is fed to, and does not come of: feed what goes round",
             )
         if all(graph.stages[name].kind != pb.STAGE_KIND_FILTER for name in loop):
             yield head, "begins a loop that nothing leaves: split what goes round from what is done"
@@ -37,7 +37,7 @@ def _feeds(graph: Graph) -> _Found:
 
 def _heads(graph: Graph) -> _Found:
     for stage in graph.stages.values():
-        before = [stage, *graph.glue_before(stage.name)]
+        before = [*graph.glue_before(stage.name), stage]
         heads = [one.name for one in before if graph.inputs(one.name, feedback=True)]
         if stage.group and len(heads) > 1:
             yield stage, f"begins several loops ({', '.join(heads)}): feed one of them from all places"

@@ -108,3 +108,22 @@ def test_a_death_inside_a_loop_is_counted_once(program, killer, survivors):
     for outputs, tombstones in results(program, does={killer: {"3": "drop"}}):
         assert set(outputs) == survivors
         assert tombstones == {"dropped": 1}
+
+
+@pytest.mark.medium
+def test_several_epochs_behind_a_loop_give_each_item_as_often():
+    """A first epoch counts from the round in which an item left its loop, the next must not be taken for it."""
+
+    def program(flow, a, b):
+        head = flow.loop(flow.source("items"))
+        again, done = flow.split(goes_round, a.work(head))
+        head.feed(again)
+        return b.work(flow.epochs(done, 3))
+
+    groups = {name: SyntheticHand.group({}, name=name, device_kind="virtual") for name in "ab"}
+    graph, cluster = trace(program, groups, source_items=3), Cluster.virtual(2)
+    plan = spatial_plan(graph, cluster)
+    with launch_run(cluster, launcher="inproc") as session, Runtime(graph, plan, session) as runtime:
+        runtime.start()
+        result = runtime.run(0, [Item((place,), 0, {"left": place + 1}) for place in range(3)])
+    assert [item.seq for item in result.outputs] == [(place,) for place in range(3) for _ in range(3)]

@@ -76,7 +76,7 @@ class StageLoop:
                     self._inbox.ack(chunk)
             for epoch, chunk in itertools.product(range(1, self._stage.inbox.epochs), retained):
                 # An epoch's outputs are other items than the last one's: they count as another round.
-                self._work(Chunk(chunk.items, rounds={item.seq: epoch for item in chunk.items}))
+                self._work(Chunk(chunk.items, rounds={seq: round_ + epoch for seq, round_ in chunk.rounds.items()}))
             while self._meet(has_work=False):
                 self._step(Chunk([]))
             for chunk in retained:

@@ -15,8 +15,9 @@ class Slow:
     uses up one of its one to three rounds.
     """
 
-    def __init__(self, world, chance, journal):
-        self.world, self.chance, self.journal = world, chance, journal
+    def __init__(self, world, chance, journal, context):
+        self.world, self.chance, self.journal, self.context = world, chance, journal, context
+        self.versions = []
 
     def onload(self):
         self.world.sleep(self.chance.choice([0.0, 0.2]))
@@ -27,6 +28,13 @@ class Slow:
     def resident_bytes(self):
         return 0
 
+    def named_weights(self):
+        self.world.sleep(self.chance.random())
+
+    def load_weights(self, weights, version):
+        self.world.sleep(self.chance.random())
+        self.versions.append(version)
+
     def __getattr__(self, method):
         if method.startswith("pull"):
             return lambda inbox: self._pull(inbox, method)
@@ -34,6 +42,8 @@ class Slow:
         def run(items):
             self.journal.append((method, [item.seq for item in items]))
             self.world.sleep(self.chance.random())
+            self.context.safe_point()
+            self.world.sleep(self.chance.choice([0.0, 0.5]))
             if method.startswith("expand"):
                 return self._expand(items, method)
             if method.startswith("turn"):
@@ -233,7 +243,7 @@ class Case:
 
 def random_case(chance, num_stages):
     """A program of so many stages over a few groups, or one more where the last part needs it."""
-    groups = [f"g{number}" for number in range(chance.randint(1, min(4, num_stages)))]
+    groups = [f"g{number}" for number in range(min(chance.choice([1, 2, 3, 4]), num_stages))]
     steps, left, kinds = [], num_stages, list(METHODS)
     while left > 0:
         kind = chance.choice([kind for kind in kinds if len(METHODS[kind]) <= max(left, 1)])
@@ -248,10 +258,15 @@ def random_case(chance, num_stages):
         left -= len(stages)
     methods = {name: [m for step in steps for group, m in step.stages if group == name] for name in groups}
 
+    pairs = [(one, to) for one in groups for to in groups if one != to and methods[one] and methods[to]]
+    published = chance.sample(pairs, 1) if pairs and chance.random() < 0.4 else []
+
     def program(flow, **proxies):
         stream = flow.source("items")
         for step in steps:
             stream = step.build(flow, stream, proxies)
+        for one, to in published:
+            flow.publish(proxies[one], to=proxies[to])
         return stream
 
     used = {}
@@ -281,7 +296,7 @@ def random_plan(chance, graph, num_devices):
         )
     for names, ids in sharing(plan, whole=chance.random() < 0.3):
         plan.share_groups.add(groups=names, device_ids=sorted(ids))
-    for position, stage in enumerate(graph.kinds(pb.STAGE_KIND_WORK)):
+    for position, stage in enumerate(graph.kinds(pb.STAGE_KIND_WORK, pb.STAGE_KIND_PUBLISH)):
         volume = graph.volume(stage.name)
         plan.stages.add(
             stage=stage.name,

@@ -232,6 +232,18 @@ def test_what_would_wait_for_the_end_of_its_own_loop_is_refused(wrap, message):
         in_loop(wrap)
 
 
+def test_weights_of_a_group_in_a_loop_leave_after_all_of_the_loop():
+    def program(flow, rollout, actor):
+        head = flow.loop(flow.source("p"))
+        again, done = flow.split(goes_round, actor.train(head))
+        head.feed(rollout.generate(again))
+        flow.publish(actor, to=rollout)
+        return done
+
+    order = traced(program).order
+    assert order.index("publish:actor->rollout") > order.index("rollout.generate")
+
+
 @pytest.mark.parametrize(
     ("shape", "message"),
     [

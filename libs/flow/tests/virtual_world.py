@@ -133,6 +133,11 @@ class Promise:
     def done(self):
         return self.kept
 
+    set_result = keep
+
+    def set_exception(self, error):
+        self.keep(error=error)
+
     def result(self, timeout_s=None):
         if not self.world.wait(self, timeout_s):
             raise TimeoutError
@@ -255,7 +260,7 @@ class Fabric:
     """The endpoints of one case, who call each other directly."""
 
     def __init__(self, world):
-        self.world, self.indexes, self.handlers = world, {}, {}
+        self.world, self.indexes, self.handlers, self.weights = world, {}, {}, {}
 
     def endpoint(self, name):
         return VirtualEndpoint(self, name)
@@ -275,6 +280,16 @@ class VirtualEndpoint:
 
     def on_peer_lost(self, callback):
         pass
+
+    def stage_weights(self, name, version, weights):
+        self._staged(self.name, name, version).keep(weights)
+
+    def fetch_weights(self, peer, name, version):
+        return self._staged(peer, name, version).result()
+
+    def _staged(self, *key):
+        with self.world.mutex:
+            return self.fabric.weights.setdefault(key, Promise(self.world))
 
     def request_async(self, peer, service, method, args=None):
         promise = Promise(self.world)

@@ -85,8 +85,13 @@ class Graph:
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """The stages, producers before consumers; feedback streams do not count."""
+        """The stages, producers before consumers; feedback streams do not count.
+
+        What comes after a stage in a loop comes after all of that loop.
+        """
         before: dict[str, list[str]] = {name: list(stage.after) for name, stage in self.stages.items()}
+        for after in before.values():
+            after += [name for loop in self.cycles if not loop.isdisjoint(after) for name in loop]
         for stream in self.streams:
             if not stream.feedback:
                 before[stream.consumer].append(stream.producer)

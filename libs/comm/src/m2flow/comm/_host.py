@@ -4,7 +4,7 @@ Everything here runs on the endpoint's io thread, so the indexes need no lock.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import partial
 
 import numpy as np
@@ -104,10 +104,10 @@ class ChannelHost:
         except KeyError:
             raise ValueError(f"channel {name!r} is not hosted here, want one of {sorted(self._indexes)}") from None
 
-    def consumers_of(self, name: str) -> Sequence[str]:
+    def consumers_of(self, name: str) -> Set[str]:
         """Returns the consumers of a channel; none where it is not hosted here. Any thread may ask."""
         index = self._indexes.get(name)
-        return () if index is None else tuple(index.members.consumers)
+        return frozenset() if index is None else index.members.consumers.keys()
 
     def on_request(self, connection: Connection, request_id: int, body: bytes) -> None:
         """Handles a CHANNEL frame."""
@@ -226,24 +226,21 @@ def _filter(request: comm_pb2.GetRequest) -> Filter:
 
 
 def _answer(connection: Connection, request_id: int, entries: Sequence[Entry], refusal: Refusal | None) -> None:
+    response = comm_pb2.ChannelResponse()
     if entries:
-        items = comm_pb2.Items(
-            ids=column([entry.id for entry in entries], ""),
-            keys=column([entry.key for entry in entries], ""),
-            weights=column([entry.weight for entry in entries], 0.0),
-            tombstones=column([entry.tombstone for entry in entries], ""),
-            iterations=column([entry.iteration for entry in entries], 0),
-            producers=column([entry.producer for entry in entries], ""),
-            leases=[entry.lease for entry in entries],
-        )
+        items = response.items
+        items.ids.extend(column([entry.id for entry in entries], ""))
+        items.keys.extend(column([entry.key for entry in entries], ""))
+        items.weights.extend(column([entry.weight for entry in entries], 0.0))
+        items.tombstones.extend(column([entry.tombstone for entry in entries], ""))
+        items.iterations.extend(column([entry.iteration for entry in entries], 0))
+        items.producers.extend(column([entry.producer for entry in entries], ""))
+        items.leases.extend([entry.lease for entry in entries])
         held = [entry.payload for entry in entries]
         add_payloads(items, [load if isinstance(load, bytes) else _given(load, connection) for load in held])
-        response = comm_pb2.ChannelResponse(items=items)
     elif refusal is not None:
         failure = comm_pb2.Failure(type=refusal.type, message=refusal.message, peers=refusal.peers)
         response = comm_pb2.ChannelResponse(failure=failure)
-    else:
-        response = comm_pb2.ChannelResponse()
     connection.send(Kind.REPLY, request_id, response.SerializeToString())
 
 

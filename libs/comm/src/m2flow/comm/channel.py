@@ -57,6 +57,8 @@ class Stats:
 class Channel:
     """One endpoint's client of a channel. Thread-safe; many calls may wait at once, each for its own.
 
+    What blocks raises CommError in the callback of a future: the io thread runs it, which must not wait.
+
     While its host and all its consumers are endpoints of this process, items are handed over as they are: whoever puts
     one must not change it afterwards, nor may whoever takes it.
     """
@@ -67,12 +69,14 @@ class Channel:
         host: str,
         connect: Callable[[str], Connection],
         stays_here: Callable[[str, str], bool],
+        check_may_wait: Callable[[str], None],
         device: str | None = None,
     ) -> None:
         self.name = name
         self.host = host
         self._connect = connect
         self._stays_here = stays_here
+        self._check_may_wait = check_may_wait
         self._device = device
 
     # Putting.
@@ -104,6 +108,7 @@ class Channel:
         Blocks for the host's answer, and for shared memory where the quota is used up.
         """
         puts = [Put(item=item, id=id, iteration=iteration, weight=weight, key=key)]
+        self._waits("put_nowait")
         self._ask_put(puts, _encoded(puts), None, wait=False).wait(None)
 
     def put_tombstone(
@@ -126,6 +131,7 @@ class Channel:
         After a TimeoutError_ the first ones may be in the channel: put all again under the same ids.
         """
         if items:
+            self._waits("put")
             self._ask_put(items, _encoded(items), timeout_s, wait=True).wait(timeout_s)
 
     async def aput(self, item: Tree, *, id: str = "", iteration: int = 0, weight: float = 1.0, key: str = "") -> None:
@@ -164,6 +170,7 @@ class Channel:
         consumer; ChannelClosedError once the channel is closed and drained; PeerLostError naming a producer that died,
         once what it had put is drained and unless a successor is announced; TimeoutError_ after `timeout_s` seconds.
         """
+        self._waits("get")
         return self._ask_get(0.0, key, iteration, ack).wait(timeout_s)[0]
 
     def get_batch(
@@ -187,6 +194,7 @@ class Channel:
             raise ValueError(f"get_batch: got weight {weight}, want more than 0: get takes one item")
         if at_least is not None and not 0 <= at_least <= weight:
             raise ValueError(f"get_batch: got at_least {at_least}, want 0 to the weight {weight}")
+        self._waits("get_batch")
         return self._ask_get(weight, key, iteration, ack, at_least).wait(timeout_s)
 
     async def aget(self, *, key: str | None = None, iteration: int | None = None) -> Lease:
@@ -214,6 +222,7 @@ class Channel:
 
         Raises CommError where this endpoint is no producer. Blocks for the host's answer.
         """
+        self._waits("end")
         self._ask(comm_pb2.ChannelRequest(end=comm_pb2.EndRequest(iteration=iteration))).wait(None)
 
     def close(self) -> None:
@@ -222,15 +231,20 @@ class Channel:
         When all producers have left, consumers drain the channel and then get ChannelClosedError. From an endpoint that
         is neither, it ends the channel for all.
         """
+        self._waits("close")
         self._ask(comm_pb2.ChannelRequest(close=comm_pb2.CloseRequest())).wait(None)
 
     def stats(self) -> Stats:
         """Returns the channel's counts. Blocks for the host's answer."""
+        self._waits("stats")
         asked = self._ask(comm_pb2.ChannelRequest(stats=comm_pb2.StatsRequest()))
         counts = asked.wait_response(None).stats
         return Stats(**{name: getattr(counts, name) for name in Stats.__slots__})
 
     # Requests.
+
+    def _waits(self, method: str) -> None:
+        self._check_may_wait(f"channel {self.name!r}: {method}")
 
     def _ask(self, request: comm_pb2.ChannelRequest, key: str | None = None, iteration: int | None = None) -> Asked:
         request.channel = self.name
@@ -260,15 +274,16 @@ class Channel:
         else:
             packed = self._pack(connection, encoded, timeout_s)
         _, ids, iterations, weights, keys, tombstones = zip(*puts, strict=True)
-        items = comm_pb2.Items(
-            ids=column(ids, ""),
-            keys=column(keys, ""),
-            weights=column(weights, 0.0),
-            tombstones=column(tombstones, ""),
-            iterations=column(iterations, 0),
-        )
+        request = comm_pb2.ChannelRequest(channel=self.name)
+        request.put.wait = wait
+        # In place: a message that is given to another's constructor is copied, its items one by one.
+        items = request.put.items
+        items.ids.extend(column(ids, ""))
+        items.keys.extend(column(keys, ""))
+        items.weights.extend(column(weights, 0.0))
+        items.tombstones.extend(column(tombstones, ""))
+        items.iterations.extend(column(iterations, 0))
         add_payloads(items, packed)
-        request = comm_pb2.ChannelRequest(channel=self.name, put=comm_pb2.PutRequest(items=items, wait=wait))
         return Asked(self.name, connection, request, keys[0] if len(keys) == 1 else None, None, references=references)
 
     def _pack(

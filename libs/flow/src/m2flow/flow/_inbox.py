@@ -197,7 +197,7 @@ class Inbox:
             self._in_hand.add(item.seq)
         self._leases.setdefault(item.id, []).append(lease)
         made, may_follow = self._glue.push(item, address.port), self._glue.holds(address.port)
-        if back:
+        if back:  # what goes no further here, such as the mark of a split that is merged, has left
             made = self._come_back(made if made or may_follow else [item.as_tombstone(LEFT)], address.round)
         elif self._recounts and not item.tombstone:
             self._inside[item.seq] = lease

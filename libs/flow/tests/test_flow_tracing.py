@@ -307,6 +307,15 @@ def test_what_would_lose_or_repeat_items_is_refused(shape, message):
         traced(program)
 
 
+def test_halves_of_halves_are_merged_in_any_order():
+    def program(flow, rollout, actor):
+        odd, rest = flow.split(is_odd, flow.source("p"))
+        more, none = flow.split(goes_round, rest)
+        return actor.train(flow.merge(flow.merge(rollout.generate(none), odd), more))
+
+    assert traced(program).volume("merge#2") == 12  # as each half may hold all
+
+
 def rounds(flow, stream, stage):
     """What is done in a loop of one stage, and what comes by in each round."""
     head = flow.loop(stream)

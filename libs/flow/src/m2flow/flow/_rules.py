@@ -5,6 +5,7 @@ place comes once by a stream, unless the program says otherwise; then only the p
 """
 
 from collections.abc import Iterator
+from itertools import combinations
 
 from m2flow.flow.errors import TraceError
 from m2flow.flow.graph import GLUE, Graph
@@ -85,24 +86,27 @@ def _repeats(graph: Graph) -> _Found:
 
 
 def _merges(graph: Graph) -> _Found:
-    halves: dict[str, set[str]] = {}
+    """Streams that no split keeps apart: of each it is known which halves its items came by, on each of its ways."""
+    ways: dict[str, list[frozenset[str]]] = {}
+
+    def are_apart(one: str, other: str) -> bool:
+        return all(any(graph.other_half(half) in b for half in a) for a in ways[one] for b in ways[other])
+
     for name in graph.order:
         stage = graph.stages[name]
         before = [stream.producer for stream in graph.inputs(name, feedback=False)]
-        if stage.kind == pb.STAGE_KIND_MERGE:
-            for number, one in enumerate(before):
-                for other in before[:number]:
-                    if not any(graph.other_half(half) in halves[other] for half in halves[one]):
-                        yield (
-                            stage,
-                            f"takes {other} and {one}, which may hold the same item: merge halves of a split, and "
-                            "join the same item that comes by several ways",
-                        )
-        known = [halves[one] for one in before]
-        meet = set.intersection if stage.kind == pb.STAGE_KIND_MERGE else set.union
-        halves[name] = meet(*known) if known and not stage.HasField("quota") else set()
+        ways[name] = ways[before[0]] if before and not stage.HasField("quota") else [frozenset()]
         if stage.branch:
-            halves[name] = {*halves[name], name}
+            ways[name] = [way | {name} for way in ways[name]]
+        if stage.kind == pb.STAGE_KIND_MERGE:
+            for one, other in combinations(before, 2):
+                if not are_apart(one, other):
+                    yield (
+                        stage,
+                        f"takes {one} and {other}, which may hold the same item: merge halves of a split, and join the "
+                        "same item that comes by several ways",
+                    )
+            ways[name] = [way for one in before for way in ways[one]]
 
 
 def _quotas(graph: Graph) -> _Found:

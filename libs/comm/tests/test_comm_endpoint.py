@@ -195,6 +195,12 @@ def test_a_wrong_token_is_refused_and_logged(make_endpoint: Any, caplog: pytest.
     assert "another" not in caplog.text
 
 
+@pytest.mark.parametrize("token", ["", "Schlüssel", "two\nlines"])
+def test_a_token_that_will_not_do_is_refused(run_dir: Path, token: str) -> None:
+    with pytest.raises(ValueError, match=r"got a.* token.*, want a secret such as"):
+        Endpoint(run_dir, "a", token=token)
+
+
 def test_no_call_goes_out_ahead_of_the_hello(make_endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = make_endpoint("a"), make_endpoint("b")
     b.handle("echo", lambda request: request.args)

@@ -5,7 +5,6 @@ a socket that closes without a goodbye is a death, reported once for each life o
 """
 
 import contextlib
-import hmac
 import importlib
 import logging
 import os
@@ -30,6 +29,7 @@ from m2flow.comm._segments import Pool
 from m2flow.comm._sockets import SocketDirectory
 from m2flow.comm._unix import UnixLink
 from m2flow.comm.errors import CommError, PeerLostError
+from m2flow.comm.token import same_token
 
 _HELLO_TIMEOUT_S = 5.0
 _REDIAL_S = 0.01
@@ -149,7 +149,7 @@ class Fabric:
     def in_this_process(self, peer: str) -> "Fabric | None":
         """Returns a peer of the same run whose endpoint is in this very process, if there is one."""
         found = _living.get((*self._directory.identity, peer))
-        if found is None or found._closed or not hmac.compare_digest(found.identity.token, self.identity.token):
+        if found is None or found._closed or not same_token(found.identity.token, self.identity.token):
             return None
         return found
 

@@ -48,14 +48,14 @@ class Endpoint:
     """One process's presence in one run. Thread-safe.
 
     `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
-    run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way, and
-    apart from it the messages that have come and nobody receives;
-    `connect_timeout_s` is how long a peer, a service or a channel may take to appear; `tls` secures what crosses hosts.
-    With `by_reference` a message to an endpoint in this same process is the object itself, and so is an item of a
-    channel whose host and consumers are all in it. With `allow_pickle` what a peer on this host sent as `Pickled` is
-    unpickled here, which lets it run anything. Create it after forking, never before.
+    run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way, and by
+    itself the messages that have come and nobody receives; `connect_timeout_s` is how long a peer, a service or a
+    channel may take to appear; `tls` secures what crosses hosts. With `by_reference` a message to an endpoint in
+    this same process is the object itself, and so is an item of a channel whose host and consumers are all in it. With
+    `allow_pickle` what a peer on this host sent as `Pickled` is unpickled here, which lets it run anything. Create it
+    after forking, never before.
 
-    Raises ValueError for a name or a directory that will not do, CommError where a living endpoint has the name.
+    Raises ValueError for a name, token or directory that will not do, CommError where a living endpoint has the name.
     """
 
     def __init__(
@@ -71,12 +71,13 @@ class Endpoint:
         allow_pickle: bool = False,
     ) -> None:
         self.name = name
+        self.directory = Path(directory)
         self._by_reference = by_reference
         self._executor = LaneExecutor(_MAX_HANDLER_THREADS, name)
         self._lost_callbacks: list[Callable[[str], None]] = []
         self._lost: dict[str, int] = {}
         self._fabric = Fabric(
-            Path(directory),
+            self.directory,
             Identity(name, token),
             quota_bytes=default_quota_bytes() if quota_bytes is None else quota_bytes,
             connect_timeout_s=connect_timeout_s,

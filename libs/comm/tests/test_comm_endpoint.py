@@ -24,6 +24,7 @@ from m2flow.comm import (
     Request,
     TimeoutError_,
     _handshake,
+    encode,
 )
 from m2flow.comm._frames import Kind, header
 
@@ -282,6 +283,44 @@ def test_a_death_is_seen_by_those_who_wait_and_reported_once(make_endpoint: Any,
     assert seen.wait(20)
     time.sleep(0.05)
     assert lost == ["v"]
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["unix", "grpc"])
+def test_a_frame_that_this_end_fails_at_ends_the_connection_and_no_other_frame_waits(
+    tmp_path: Path, remote: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        Endpoint(tmp_path / "a", "a", token="t") as a,
+        Endpoint(tmp_path / ("b" if remote else "a"), "b", token="t") as b,
+    ):
+        if remote:
+            a.add_address("b", b.listen("127.0.0.1:0"))
+        b.handle("echo", lambda request: request.args)
+        assert a.request("b", "echo", "", 1) == 1
+
+        def fail(connection: Any, request_id: int, body: bytes) -> None:
+            raise IndexError("our own defect")
+
+        b._fabric._on_frame[Kind.CHANNEL] = fail
+        connection = a._fabric.connection("b")
+        with pytest.raises(PeerLostError):
+            a.channel("q", host="b").stats()
+        assert "IndexError: our own defect" in caplog.text
+        # The frames before it were answered, and what it had left in a buffer is not taken for anything else.
+        assert a.request("b", "echo", "", 2, timeout_s=10) == 2
+        assert a._fabric.connection("b") is not connection
+
+
+def test_what_a_lost_connection_has_taken_back_may_be_taken_back_again(make_endpoint: Any) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    b.handle("echo", lambda request: request.args)
+    a.request("b", "echo", "")
+    connection = a._fabric.connection("b")
+    packed = connection.pack(encode(np.zeros(100_000)))
+    b.close()
+    assert wait_until(lambda: connection._lost is not None)
+    connection.take_back([packed])
+    assert a._fabric.pool._slabs == {} or not any(slab.slots_in_use for slab in a._fabric.pool._slabs.values())
 
 
 def test_a_goodbye_is_no_death(make_endpoint: Any) -> None:

@@ -243,6 +243,9 @@ class Connection:
     def _returned(self, block: comm_pb2.Block | BlockRef) -> OnReturned:
         with self._lock:
             callbacks = self._lent.get((block.segment, block.offset_bytes))
+            if not callbacks and self._lost is not None:
+                # The loss has taken it back already.
+                return _nothing
             if not callbacks:
                 raise ProtocolError(
                     f"got a release of block {block.segment:x}+{block.offset_bytes}, which was not lent"
@@ -315,6 +318,10 @@ class Connection:
         """Tells the peer that blocks it lent are not read any more."""
         message = comm_pb2.Release(blocks=[comm_pb2.Block(**block._asdict()) for block in blocks], abandoned=abandoned)
         self.send(Kind.RELEASE, 0, message.SerializeToString())
+
+
+def _nothing(abandoned: bool) -> None:
+    """What is left to do for a block that is back."""
 
 
 def is_data(block: comm_pb2.Block | BlockRef) -> bool:

@@ -258,8 +258,10 @@ class Fabric:
             if kind is Kind.CALL:
                 return self._on_prompt_call(connection, request_id, body)
             return self._took(connection, kind, request_id, body, fd)
-        except DecodeError as error:
-            raise _no_message(kind, error) from error
+        except CommError:
+            raise
+        except Exception as error:
+            raise _end_of_link(kind, error) from error
 
     def _frame(self, connection: Connection, kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
         try:
@@ -276,8 +278,10 @@ class Fabric:
                 connection.link.fail("it closed its endpoint")
             else:
                 raise ProtocolError(f"got a {kind.name} frame in mid-conversation")
-        except DecodeError as error:
-            raise _no_message(kind, error) from error
+        except CommError:
+            raise
+        except Exception as error:
+            raise _end_of_link(kind, error) from error
 
     def _took(self, connection: Connection, kind: Kind, request_id: int, body: bytes, fd: int | None) -> bool:
         """Gives the connection a frame that any thread may give it; says whether this is one."""
@@ -375,8 +379,13 @@ class Fabric:
             connection.retire(segment_id)
 
 
-def _no_message(kind: Kind, error: DecodeError) -> ProtocolError:
-    return ProtocolError(f"got a {kind.name} frame that is no message: {error}")
+def _end_of_link(kind: Kind, error: Exception) -> CommError:
+    """Returns why a link ends for a frame that cannot be dealt with: nobody may wait for its answer in vain."""
+    if isinstance(error, DecodeError):
+        return ProtocolError(f"got a {kind.name} frame that is no message: {error}")
+    # Our own defect, which nobody may miss.
+    _log.error("m2flow.comm: a %s frame was not dealt with", kind.name, exc_info=error)
+    return CommError(f"this end failed to deal with a {kind.name} frame: {error!r}")
 
 
 def _no_call(connection: Connection, request_id: int, body: bytes) -> bool:

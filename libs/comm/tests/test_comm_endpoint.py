@@ -311,6 +311,23 @@ def test_a_frame_that_this_end_fails_at_ends_the_connection_and_no_other_frame_w
         assert a._fabric.connection("b") is not connection
 
 
+@pytest.mark.parametrize("remote", [False, True], ids=["unix", "grpc"])
+def test_a_payload_above_the_limit_is_refused(tmp_path: Path, remote: bool) -> None:
+    with (
+        Endpoint(tmp_path / "a", "a", token="t") as a,
+        Endpoint(tmp_path / ("b" if remote else "a"), "b", token="t", max_payload_bytes=100_000) as b,
+    ):
+        if remote:
+            a.add_address("b", b.listen("127.0.0.1:0"))
+        b.handle("size", lambda request: len(request.args))
+        assert a.request("b", "size", "", bytes(90_000)) == 90_000
+        # Over gRPC before any of it is kept: there it is a frame.
+        error, reason = (PeerLostError, "'b' is lost") if remote else (RemoteError, "got .* want at most 100000")
+        with pytest.raises(error, match=reason):
+            a.request("b", "size", "", bytes(200_000), timeout_s=10)
+        assert a.request("b", "size", "", bytes(90_000), timeout_s=10) == 90_000
+
+
 def test_what_a_lost_connection_has_taken_back_may_be_taken_back_again(make_endpoint: Any) -> None:
     a, b = make_endpoint("a"), make_endpoint("b")
     b.handle("echo", lambda request: request.args)

@@ -58,6 +58,7 @@ class Fabric:
         connect_timeout_s: float,
         tls: object,
         allow_pickle: bool,
+        max_payload_bytes: int,
         on_gone: OnGone,
     ) -> None:
         # First what may be refused.
@@ -78,7 +79,14 @@ class Fabric:
         # The gRPC side: names and addresses of peers on other hosts, and the module and streams once they are needed.
         self._addresses: dict[str, str] = {}
         self._tls = tls
-        self._allow_pickle = allow_pickle
+        self._new_connection = partial(
+            Connection,
+            pool=self.pool,
+            released=self.released,
+            on_segment_gone=self._retire,
+            allow_pickle=allow_pickle,
+            max_payload_bytes=max_payload_bytes,
+        )
         self._grpc: Any = None
         self._streams: Any = None
         self._on_frame: dict[Kind, OnFrame] = {}
@@ -182,7 +190,7 @@ class Fabric:
     # Dialling and accepting.
 
     def _new(self, peer: str, *, remote: bool) -> tuple[Connection, Link]:
-        connection = Connection(peer, self.pool, self.released, self._retire, allow_pickle=self._allow_pickle)
+        connection = self._new_connection(peer)
         on_frame, on_closed = partial(self._frame, connection), partial(self._gone, connection)
         if remote:
             connection.link = self._grpc.GrpcLink(self.loop, self._streams, on_frame=on_frame, on_closed=on_closed)

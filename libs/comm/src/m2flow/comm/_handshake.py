@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field
 
 from m2flow.comm._connection import Connection
-from m2flow.comm._frames import MAX_BODY_BYTES, Kind, ProtocolError
+from m2flow.comm._frames import MAX_BODY_BYTES, MAX_HELLO_BYTES, Kind, ProtocolError
 from m2flow.comm.errors import CommError
 from m2flow.comm.token import check_token, same_token
 from m2flow.proto.comm.v1 import comm_pb2
@@ -49,7 +49,8 @@ class Identity:
             connection.peer = message.peer
             connection.incarnation = message.incarnation
             connection.greeted = True
-            connection.link.body_limit = MAX_BODY_BYTES
+            # Of a payload and the names in its message.
+            connection.link.body_limit = min(MAX_BODY_BYTES, connection.max_payload_bytes + MAX_HELLO_BYTES)
             return
         self.refuse(connection, reason)
 

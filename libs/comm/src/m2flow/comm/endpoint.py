@@ -27,7 +27,7 @@ from m2flow.comm._replies import Answer, Reply
 from m2flow.comm.channel import Channel
 from m2flow.comm.collectives import Handle
 from m2flow.comm.errors import TimeoutError_
-from m2flow.comm.payload import Tree, encode
+from m2flow.comm.payload import MAX_PAYLOAD_BYTES, Tree, encode
 from m2flow.comm.resharding import Box
 from m2flow.comm.tls import Tls
 from m2flow.comm.transfer import DEFAULT_BUCKET_BYTES, WeightReceiver
@@ -55,6 +55,11 @@ class Endpoint:
     `allow_pickle` what a peer on this host sent as `Pickled` is unpickled here, which lets it run anything. Create it
     after forking, never before.
 
+    `max_payload_bytes` is the most that one payload may have which a peer sends: a call's tree, an item, a version of
+    weights; and items that are put at once, as far as they lie in their message. Of what lies in shared memory the
+    call or the `get` fails; a message that is longer ends its connection before memory is made for it, as does one
+    above 4 GiB always.
+
     Raises ValueError for a name, token or directory that will not do, CommError where a living endpoint has the name.
     """
 
@@ -69,6 +74,7 @@ class Endpoint:
         tls: Tls | None = None,
         by_reference: bool = True,
         allow_pickle: bool = False,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
     ) -> None:
         self.name = name
         self.directory = Path(directory)
@@ -83,6 +89,7 @@ class Endpoint:
             connect_timeout_s=connect_timeout_s,
             tls=tls,
             allow_pickle=allow_pickle,
+            max_payload_bytes=max_payload_bytes,
             on_gone=self._on_gone,
         )
         self._calls = CallServer(self._executor, Parking(self._fabric.loop, connect_timeout_s))

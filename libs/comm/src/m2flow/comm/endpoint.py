@@ -1,8 +1,9 @@
 """An endpoint: one process's presence in a run, under a name that others reach it by.
 
 Every endpoint listens on a Unix socket in the run's private directory and dials others when it first needs them. One
-connection carries calls, channels and the descriptors of shared memory, both ways; one io thread moves the bytes. A
-peer's death is noticed because the kernel closes its socket, not because it missed a heartbeat.
+connection carries calls, channels and the descriptors of shared memory, both ways; one io thread moves the bytes. Two
+endpoints of one process need neither: each deals with the frames that it sends, in the other's place. A peer's death is
+noticed because the kernel closes its socket, not because it missed a heartbeat.
 """
 
 import os
@@ -50,10 +51,10 @@ class Endpoint:
     `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
     run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way, and by
     itself the messages that have come and nobody receives; `connect_timeout_s` is how long a peer, a service or a
-    channel may take to appear; `tls` secures what crosses hosts. With `by_reference` a message to an endpoint in
-    this same process is the object itself, and so is an item of a channel whose host and consumers are all in it. With
-    `allow_pickle` what a peer on this host sent as `Pickled` is unpickled here, which lets it run anything. Create it
-    after forking, never before.
+    channel may take to appear; `tls` secures what crosses hosts. With `by_reference` a message to an endpoint in this
+    same process is the object itself, and so is an item of a channel whose host and consumers are all in it; without it
+    the endpoint is as good as in another process. With `allow_pickle` what a peer on this host sent as `Pickled` is
+    unpickled here, which lets it run anything. Create it after forking, never before.
 
     `max_payload_bytes` is the most that one payload may have which a peer sends: a call's tree, an item, a version of
     weights; and items that are put at once, as far as they lie in their message. Of what lies in shared memory the
@@ -88,6 +89,7 @@ class Endpoint:
             quota_bytes=default_quota_bytes() if quota_bytes is None else quota_bytes,
             connect_timeout_s=connect_timeout_s,
             tls=tls,
+            by_reference=by_reference,
             allow_pickle=allow_pickle,
             max_payload_bytes=max_payload_bytes,
             on_gone=self._on_gone,
@@ -317,7 +319,7 @@ class Endpoint:
         return Channel(name, host, self._fabric.connection, stays_here, self._fabric.check_may_wait, device)
 
     def _on_io_thread(self, call: Callable[[], _T]) -> _T:
-        if self._fabric.loop.is_io_thread():
+        if self._fabric.loop.works():
             return call()
         done: Future[_T] = Future()
 
@@ -327,7 +329,7 @@ class Endpoint:
             except Exception as error:
                 done.set_exception(error)
 
-        self._fabric.loop.call(run)
+        self._fabric.loop.work(run)
         return done.result()
 
     # Weights.

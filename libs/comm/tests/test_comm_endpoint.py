@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -285,47 +285,49 @@ def test_a_death_is_seen_by_those_who_wait_and_reported_once(make_endpoint: Any,
     assert lost == ["v"]
 
 
-@pytest.mark.parametrize("remote", [False, True], ids=["unix", "grpc"])
+@pytest.fixture(params=["local", "unix", "grpc"])
+def linked(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Endpoint, Endpoint, str]]:
+    """Endpoints "a" and "b" that are linked each way there is; b takes payloads of 100 kB."""
+    by_reference, remote = request.param == "local", request.param == "grpc"
+    with (
+        Endpoint(tmp_path / "a", "a", token="t", by_reference=by_reference) as a,
+        Endpoint(
+            tmp_path / ("b" if remote else "a"), "b", token="t", by_reference=by_reference, max_payload_bytes=100_000
+        ) as b,
+    ):
+        if remote:
+            a.add_address("b", b.listen("127.0.0.1:0"))
+        yield a, b, request.param
+
+
 def test_a_frame_that_this_end_fails_at_ends_the_connection_and_no_other_frame_waits(
-    tmp_path: Path, remote: bool, caplog: pytest.LogCaptureFixture
+    linked: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with (
-        Endpoint(tmp_path / "a", "a", token="t") as a,
-        Endpoint(tmp_path / ("b" if remote else "a"), "b", token="t") as b,
-    ):
-        if remote:
-            a.add_address("b", b.listen("127.0.0.1:0"))
-        b.handle("echo", lambda request: request.args)
-        assert a.request("b", "echo", "", 1) == 1
+    a, b, _ = linked
+    b.handle("echo", lambda request: request.args)
+    assert a.request("b", "echo", "", 1) == 1
 
-        def fail(connection: Any, request_id: int, body: bytes) -> None:
-            raise IndexError("our own defect")
+    def fail(connection: Any, request_id: int, body: bytes) -> None:
+        raise IndexError("our own defect")
 
-        b._fabric._on_frame[Kind.CHANNEL] = fail
-        connection = a._fabric.connection("b")
-        with pytest.raises(PeerLostError):
-            a.channel("q", host="b").stats()
-        assert "IndexError: our own defect" in caplog.text
-        # The frames before it were answered, and what it had left in a buffer is not taken for anything else.
-        assert a.request("b", "echo", "", 2, timeout_s=10) == 2
-        assert a._fabric.connection("b") is not connection
+    b._fabric._on_frame[Kind.CHANNEL] = fail
+    connection = a._fabric.connection("b")
+    with pytest.raises(PeerLostError):
+        a.channel("q", host="b").stats()
+    assert "IndexError: our own defect" in caplog.text
+    assert a.request("b", "echo", "", 2, timeout_s=10) == 2
+    assert a._fabric.connection("b") is not connection
 
 
-@pytest.mark.parametrize("remote", [False, True], ids=["unix", "grpc"])
-def test_a_payload_above_the_limit_is_refused(tmp_path: Path, remote: bool) -> None:
-    with (
-        Endpoint(tmp_path / "a", "a", token="t") as a,
-        Endpoint(tmp_path / ("b" if remote else "a"), "b", token="t", max_payload_bytes=100_000) as b,
-    ):
-        if remote:
-            a.add_address("b", b.listen("127.0.0.1:0"))
-        b.handle("size", lambda request: len(request.args))
-        assert a.request("b", "size", "", bytes(90_000)) == 90_000
-        # Over gRPC before any of it is kept: there it is a frame.
-        error, reason = (PeerLostError, "'b' is lost") if remote else (RemoteError, "got .* want at most 100000")
-        with pytest.raises(error, match=reason):
-            a.request("b", "size", "", bytes(200_000), timeout_s=10)
-        assert a.request("b", "size", "", bytes(90_000), timeout_s=10) == 90_000
+def test_a_payload_above_the_limit_is_refused(linked: Any) -> None:
+    a, b, link = linked
+    b.handle("size", lambda request: len(request.args))
+    assert a.request("b", "size", "", bytes(90_000)) == 90_000
+    # Over gRPC before any of it is kept: there it is a frame.
+    error, reason = (PeerLostError, "'b' is lost") if link == "grpc" else (RemoteError, "got .* want at most 100000")
+    with pytest.raises(error, match=reason):
+        a.request("b", "size", "", bytes(200_000), timeout_s=10)
+    assert a.request("b", "size", "", bytes(90_000), timeout_s=10) == 90_000
 
 
 def test_what_a_lost_connection_has_taken_back_may_be_taken_back_again(make_endpoint: Any) -> None:

@@ -327,6 +327,9 @@ def test_a_payload_above_the_limit_is_refused(linked: Any) -> None:
     error, reason = (PeerLostError, "'b' is lost") if link == "grpc" else (RemoteError, "got .* want at most 100000")
     with pytest.raises(error, match=reason):
         a.request("b", "size", "", bytes(200_000), timeout_s=10)
+    if link == "unix":
+        with pytest.raises(error, match=reason):
+            a.send("b", bytes(200_000), timeout_s=10)
     assert a.request("b", "size", "", bytes(90_000), timeout_s=10) == 90_000
 
 

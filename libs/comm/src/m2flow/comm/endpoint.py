@@ -50,11 +50,11 @@ class Endpoint:
 
     `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
     run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way, and by
-    itself the messages that have come and nobody receives; `connect_timeout_s` is how long a peer, a service or a
-    channel may take to appear; `tls` secures what crosses hosts. With `by_reference` a message to an endpoint in this
-    same process is the object itself, and so is an item of a channel whose host and consumers are all in it; without it
-    the endpoint is as good as in another process. With `allow_pickle` what a peer on this host sent as `Pickled` is
-    unpickled here, which lets it run anything. Create it after forking, never before.
+    itself the memory of messages that have come and nobody receives; `connect_timeout_s` is how long a peer, a service
+    or a channel may take to appear; `tls` secures what crosses hosts. With `by_reference` a message to an endpoint in
+    this same process is the object itself, and so is an item of a channel whose host and consumers are all in it;
+    without it the endpoint is as good as in another process. With `allow_pickle` what a peer on this host sent as
+    `Pickled` is unpickled here, which lets it run anything. Create it after forking, never before.
 
     `max_payload_bytes` is the most that one payload may have which a peer sends: a call's tree, an item, a version of
     weights; and items that are put at once, as far as they lie in their message. Of what lies in shared memory the
@@ -102,7 +102,7 @@ class Endpoint:
         self._calls.add(SERVICE, self._weights.handle)
         mailbox = self._fabric.mailbox
         self._calls.add(
-            _MAIL, lambda mail: mailbox.deliver(mail.peer, mail.method, mail.args, mail.size_bytes), prompt=True
+            _MAIL, lambda mail: mailbox.deliver(mail.peer, mail.method, mail.args, mail.held_bytes), prompt=True
         )
         self._fabric.start(
             {

@@ -46,7 +46,7 @@ class ActorConfig:
     lr, betas, weight_decay, max_grad_norm: AdamW's.
     clip_low, clip_high, loss_aggregation: the policy loss's, see `PolicyLossConfig`.
     correction, max_weight: for samples of older weights, see `PolicyLossConfig`.
-    max_age: a sample with a token whose weights were more updates behind does not teach; "any": all do.
+    max_staleness: a sample with a token whose weights were more updates behind does not teach; "any": all do.
     temperature: the sampler's.
     imitate_until, imitate_max_steps: of a supervised stage, see `Imitation`.
     deterministic: a minibatch's gradients are accumulated when it is whole, in source order and in one thread: the same
@@ -67,7 +67,7 @@ class ActorConfig:
     loss_aggregation: Aggregation = "token_mean"
     correction: Correction = "none"
     max_weight: float = 2.0
-    max_age: int | Literal["any"] = "any"
+    max_staleness: int | Literal["any"] = "any"
     temperature: float = 1.0
     imitate_until: float = 0.0
     imitate_max_steps: int = 1
@@ -126,11 +126,11 @@ class ActorWorker(Worker):
             if not self._minibatch.continues(place, groups):
                 self._step()
             self._take(place, groups)
-            too_old = [len(group.members) - len(self._fresh(group)) for group in groups]
+            too_stale = [len(group.members) - len(self._fresh(group)) for group in groups]
             worked = [self._worked_tokens(group) for group in groups]
             whole = len(self._minibatch.seen) == self._config.groups_per_minibatch
             metrics = [*[{}] * (len(groups) - 1), self._step() if whole else {}]
-            receipts += map(_receipt, groups, too_old, worked, metrics)
+            receipts += map(_receipt, groups, too_stale, worked, metrics)
         return receipts
 
     def named_weights(self) -> Mapping[str, Tensor]:
@@ -191,9 +191,9 @@ class ActorWorker(Worker):
         return weight, self._engine.accumulate([sample.sample for sample in teaching], self._loss.bind(teaching))
 
     def _fresh(self, group: Item) -> list[GradedSample]:
-        """The members that are not too old to be learned from."""
-        oldest = self._config.max_age
-        return [sample for sample in graded_samples(group) if oldest == "any" or sample.age <= oldest]
+        """The members that are not too stale to be learned from."""
+        most = self._config.max_staleness
+        return [sample for sample in graded_samples(group) if most == "any" or sample.staleness <= most]
 
     def _imitate(self, groups: Sequence[Item]) -> tuple[float, Metrics]:
         if not groups:
@@ -250,7 +250,7 @@ def actor_group(
         "loss_aggregation": config.loss.aggregation,
         "correction": config.loss.correction,
         "max_weight": config.loss.max_weight,
-        "max_age": config.loss.max_age,
+        "max_staleness": config.loss.max_staleness,
         "temperature": config.sampling.temperature,
         "imitate_until": imitate_until,
         "imitate_max_steps": imitate_max_steps,
@@ -285,7 +285,7 @@ def _teaches(group: Item) -> bool:
     return bool(np.any(group.fields["advantages"]))
 
 
-def _receipt(group: Item, too_old: int, worked_tokens: int, metrics: Metrics) -> Item:
+def _receipt(group: Item, too_stale: int, worked_tokens: int, metrics: Metrics) -> Item:
     """A group for the driver: what people and metrics need of it, without its tokens."""
     members = group.members
     first = members[0].fields
@@ -298,7 +298,7 @@ def _receipt(group: Item, too_old: int, worked_tokens: int, metrics: Metrics) ->
             "completions": [member.fields["completion"] for member in members],
             "rewards": [float(reward) for reward in group.fields["rewards"]],
             "versions": [_tokens_by_version(member) for member in members],
-            "too_old": too_old,
+            "too_stale": too_stale,
             "prompt_length": len(first["prompt_ids"]),
             "lengths": [_num_own(member) for member in members],
             "fed": [len(member.fields["completion_ids"]) - _num_own(member) for member in members],

@@ -6,8 +6,6 @@ that are trained and the ratio is 1; else the sampler's logprobs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -15,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from m2flow.algos import aggregation, corrections, losses, metrics
-from m2flow.worker import Item
+from m2flow.apps.graded import GradedSample, PolicyLossConfig
 from m2flow.worker.engines.trainer import LossFn, LossInputs, Metrics, Sample
 
+<<<<<<< HEAD
 __all__ = [
     "Aggregation",
     "Correction",
@@ -83,6 +82,9 @@ def own_versions(sample: Item) -> NDArray[np.int32]:
     versions: NDArray[np.int32] = sample.fields["token_versions"]
     mask = sample.fields.get("loss_mask")
     return versions if mask is None else versions[mask]
+=======
+__all__ = ["PolicyLoss"]
+>>>>>>> main
 
 
 class PolicyLoss:

@@ -274,15 +274,16 @@ class Channel:
         else:
             packed = self._pack(connection, encoded, timeout_s)
         _, ids, iterations, weights, keys, tombstones = zip(*puts, strict=True)
-        items = comm_pb2.Items(
-            ids=column(ids, ""),
-            keys=column(keys, ""),
-            weights=column(weights, 0.0),
-            tombstones=column(tombstones, ""),
-            iterations=column(iterations, 0),
-        )
+        request = comm_pb2.ChannelRequest(channel=self.name)
+        request.put.wait = wait
+        # In place: a message that is given to another's constructor is copied, its items one by one.
+        items = request.put.items
+        items.ids.extend(column(ids, ""))
+        items.keys.extend(column(keys, ""))
+        items.weights.extend(column(weights, 0.0))
+        items.tombstones.extend(column(tombstones, ""))
+        items.iterations.extend(column(iterations, 0))
         add_payloads(items, packed)
-        request = comm_pb2.ChannelRequest(channel=self.name, put=comm_pb2.PutRequest(items=items, wait=wait))
         return Asked(self.name, connection, request, keys[0] if len(keys) == 1 else None, None, references=references)
 
     def _pack(

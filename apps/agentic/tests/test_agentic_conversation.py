@@ -9,12 +9,8 @@ from m2flow.agentic.conversation import said, told
 from m2flow.agentic.recipe import calls_tool
 from m2flow.apps.graded import PolicyLossConfig, graded_samples
 from m2flow.apps.grading import grade
-<<<<<<< HEAD
-from m2flow.apps.policy_loss import PolicyLoss, PolicyLossConfig, graded_samples
-from m2flow.apps.testing.tiny import save_tiny_language_model
-=======
 from m2flow.apps.policy_loss import PolicyLoss
->>>>>>> main
+from m2flow.apps.testing.tiny import save_tiny_language_model
 from m2flow.worker import Item
 from m2flow.worker.engines.trainer._packing import pack
 

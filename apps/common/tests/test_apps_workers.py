@@ -153,7 +153,7 @@ def test_samples_of_other_weights_are_corrected_and_counted(
     assert metrics["actor/grad_norm"] == pytest.approx(weight * plain["actor/grad_norm"], rel=1e-3)
 
 
-def test_samples_that_are_too_old_do_not_teach_and_are_counted(model: Path) -> None:
+def test_samples_that_are_too_stale_do_not_teach_and_are_counted(model: Path) -> None:
     """Of a third, the first token was drawn with weights of one update before."""
     sampler = rollout(model)
     sampler.load_weights(actor(model).named_weights(), 3)
@@ -184,7 +184,7 @@ def test_samples_that_are_too_old_do_not_teach_and_are_counted(model: Path) -> N
     assert not torch.equal(gradient(limited), gradient(whole))
 
 
-def test_where_all_samples_are_too_old_nothing_is_learned(model: Path) -> None:
+def test_where_all_samples_are_too_stale_nothing_is_learned(model: Path) -> None:
     groups = graded(list(rollout(model).generate(prompts(4))), odd)
     learner = actor(model, max_staleness=3)
     metrics = measure(learner.train(groups)).metrics

@@ -99,13 +99,8 @@ class ActorWorker(Worker):
             if not self._minibatch.continues(place, groups):
                 self._step()
             self._take(place, groups)
-<<<<<<< HEAD
-            too_stale = [len(group.members) - len(self._fresh(group)) for group in groups]
-            worked = [self._worked_tokens(group) for group in groups]
-=======
-            too_old = [len(group.members) - len(self._learner.fresh(group)) for group in groups]
+            too_stale = [len(group.members) - len(self._learner.fresh(group)) for group in groups]
             worked = [self._learner.num_worked_tokens(group) for group in groups]
->>>>>>> main
             whole = len(self._minibatch.seen) == self._config.groups_per_minibatch
             metrics = [*[{}] * (len(groups) - 1), self._step() if whole else {}]
             receipts += map(_receipt, groups, too_stale, worked, metrics)
@@ -151,33 +146,6 @@ class ActorWorker(Worker):
         for name, value in sums.items():
             minibatch.sums[name] = minibatch.sums.get(name, 0.0) + value
 
-<<<<<<< HEAD
-    def _learn(self, groups: Sequence[Item]) -> tuple[float, Metrics]:
-        weight = sum(self._loss.weight(sample.sample) for group in groups for sample in self._fresh(group))
-        teaching = [sample for group in groups if _teaches(group) for sample in self._fresh(group)]
-        if not teaching:
-            return weight, {}
-        return weight, self._engine.accumulate([sample.sample for sample in teaching], self._loss.bind(teaching))
-
-    def _fresh(self, group: Item) -> list[GradedSample]:
-        """The members that are not too stale to be learned from."""
-        most = self._config.max_staleness
-        return [sample for sample in graded_samples(group) if most == "any" or sample.staleness <= most]
-
-    def _imitate(self, groups: Sequence[Item]) -> tuple[float, Metrics]:
-        if not groups:
-            return 0.0, {}
-        sums = self._engine.accumulate([worked_example(group) for group in groups], imitation_loss)
-        return sums["tokens"], sums
-
-    def _worked_tokens(self, group: Item) -> int:
-        """The tokens that have a gradient, of the samples or of the worked example in their place."""
-        if self._imitation.is_on:
-            return len(group.members[0].fields["example_ids"])
-        return sum(len(one.sample.completion_ids) for one in self._fresh(group)) if _teaches(group) else 0
-
-=======
->>>>>>> main
     def _step(self) -> Metrics:
         """Takes the optimiser step of the minibatch at hand, if any; returns its metrics."""
         minibatch, self._minibatch = self._minibatch, _Minibatch()
@@ -237,20 +205,7 @@ class _Minibatch:
         return not self.seen or (place == self.place and self.seen.isdisjoint(group.seq for group in groups))
 
 
-<<<<<<< HEAD
-def _parameters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in state.items() if name.startswith("param.")}
-
-
-def _teaches(group: Item) -> bool:
-    """Equal rewards give advantages of 0: no gradient, so no pass."""
-    return bool(np.any(group.fields["advantages"]))
-
-
 def _receipt(group: Item, too_stale: int, worked_tokens: int, metrics: Metrics) -> Item:
-=======
-def _receipt(group: Item, too_old: int, worked_tokens: int, metrics: Metrics) -> Item:
->>>>>>> main
     """A group for the driver: what people and metrics need of it, without its tokens."""
     members = group.members
     first = members[0].fields

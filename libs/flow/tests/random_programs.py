@@ -82,6 +82,11 @@ def is_odd_place(item):
     return item.seq[-1] % 2 == 1
 
 
+def as_its_members(group):
+    """A group with as many rounds left as its members, which know it from before they were made."""
+    return group.with_fields(left=group.members[0].fields["left"])
+
+
 @dataclass
 class Step:
     """A part of a program: its stages, each a method of a group."""
@@ -108,6 +113,7 @@ class Step:
             "late": [rounds(seq), len(again)],
             "feeds": [rounds(seq), sum(left % 2 for left in again), sum(1 - left % 2 for left in again)],
             "inner": [rounds(seq), 1 + sum(1 - left % 2 for left in again)],
+            "fork": [rounds(seq), rounds(seq), 3 * rounds(seq)],
             "epochs": [2],
         }.get(self.kind, [1] * len(self.stages))
 
@@ -160,6 +166,15 @@ def inner(step, flow, stream, turn, outside):
     return done
 
 
+def fork(step, flow, stream, turn, one, other):
+    """What an item becomes in a loop is gathered there."""
+    head = flow.loop(stream)
+    whole = flow.gather(other(one(turn(head))), by=step.stages[1][1])
+    again, done = flow.split(goes_round, flow.map(as_its_members, whole))
+    head.feed(again)
+    return done
+
+
 def quota(step, flow, stream, one):
     return one(flow.first(step.count, stream, where=is_kept, carry_surplus=step.carries))
 
@@ -178,6 +193,7 @@ BUILD = {
     "late": late,
     "feeds": feeds,
     "inner": inner,
+    "fork": fork,
     "quota": quota,
 }
 
@@ -197,6 +213,7 @@ METHODS = {
     "late": ["turn", "rest"],
     "inner": ["turn", "rest"],
     "feeds": ["turn", "rest", "third"],
+    "fork": ["turn", "expand", "rest"],
 }
 
 

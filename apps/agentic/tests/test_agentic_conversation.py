@@ -5,8 +5,9 @@ import pytest
 
 from m2flow.agentic.agent import AgentWorker
 from m2flow.agentic.recipe import calls_tool
+from m2flow.apps.graded import PolicyLossConfig, graded_samples
 from m2flow.apps.grading import grade
-from m2flow.apps.policy_loss import PolicyLoss, PolicyLossConfig, graded_samples
+from m2flow.apps.policy_loss import PolicyLoss
 from m2flow.worker import Item
 from m2flow.worker.engines.trainer._packing import pack
 

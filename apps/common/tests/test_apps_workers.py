@@ -269,7 +269,7 @@ def test_the_supervised_stage_makes_examples_likelier_and_ends_by_sampled_succes
     samples = list(rollout(model).generate(prompts()))
     failed, well = (with_examples(graded(samples, lambda sample, won=won: won)) for won in (0.0, 1.0))
     learner = actor(model, imitate_until=0.5, imitate_max_steps=9)
-    first = learner._engine.logprobs([worked_example(group) for group in failed])
+    first = learner._learner.engine.logprobs([worked_example(group) for group in failed])
     outcomes = [measure(learner.train(failed)) for _ in range(3)]
     learner.save_checkpoint(str(tmp_path))
     resumed = actor(model, imitate_until=0.5, imitate_max_steps=9, resume=str(tmp_path))

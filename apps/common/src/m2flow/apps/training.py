@@ -77,11 +77,8 @@ class Driver:
         with MetricsLog(self.run) as self._log, self._kept_files(), WorkerLogs(self.run.logs) as logs:
             self.progress.doing("starting the workers")
             path = self.run.path
-            modules = sorted({spec.target.partition(":")[0] for spec in self.job.groups.values()})
             with (
-                launch_run(
-                    self.cluster, launcher=self.config.launcher, run_dir=path, preload=modules, on_log=logs.write
-                ) as session,
+                launch_run(self.cluster, launcher=self.config.launcher, run_dir=path, on_log=logs.write) as session,
                 _first_cause(session),
                 Runtime(self.graph, self.planning.plan, session, run_dir=path) as runtime,
             ):

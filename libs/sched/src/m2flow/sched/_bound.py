@@ -4,35 +4,84 @@ A node whose chunks take K t on n units fills n K t unit-seconds, and must be th
 
     sum_i min { n K t_i(n, K) : K t_i(n, K) <= T }  <=  N T        for every kind of device
 
-The least such T is found by bisection; the sum falls and N T grows with T.
+The least such T is found by bisection; the sum falls and N T grows with T. A group that runs several nodes has one size
+for all of them: the nodes' rows at that size count, and each size has a least T of its own.
 """
 
 import numpy as np
 
-from m2flow.sched._problem import Problem
+from m2flow.sched._problem import NO_PINS, Pins, Problem
 from m2flow.sched._table import Floats
 
 _STEPS = 60
+_MARGIN = 1 + 1e-12
+_FOREVER = 1e30  # seconds
 
 
 def lower_bound(problem: Problem) -> float:
     """Seconds of an iteration, publication included, that no plan of the problem can take less than."""
-    nodes = [_work(problem, i) for i in range(len(problem.names))]
-    low, high = 0.0, sum(float(busy.min()) for busy, _ in nodes if len(busy)) + 1e-12
-    while not _possible(problem, nodes, high):
+    room = Room(problem)
+    low, high = 0.0, 1e-6
+    while not room.suffices(high):
         low, high = high, high * 2
+        if high > _FOREVER:
+            return float("inf")
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        low, high = (low, middle) if _possible(problem, nodes, middle) else (middle, high)
-    area = low
-    return max(area, _longest_path(problem) if not problem.max_staleness else 0.0) + problem.sync_s
+        low, high = (low, middle) if room.suffices(middle) else (middle, high)
+    return low
 
 
-def _work(problem: Problem, node: int) -> tuple[Floats, Floats]:
+class Room:
+    """The room that a problem's nodes need, by the sizes of the groups that run several of them."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._path = 0.0 if problem.max_staleness else _longest_path(problem)
+        self._free: list[tuple[Floats, Floats]] = []
+        self._sized: dict[str, list[list[tuple[Floats, Floats]]]] = {g: [] for g in problem.sizes}  # by node and size
+        for node, groups in enumerate(problem.groups):
+            group = next((g for g in groups if g in problem.sizes), None)
+            if group is None:
+                self._free.append(_work(problem, node, NO_PINS))
+            else:
+                self._sized[group].append([_work(problem, node, Pins({group: u})) for u in problem.sizes[group]])
+
+    def suffices(self, seconds: float) -> bool:
+        """Whether an iteration of so many seconds, publication included, has room for some sizes."""
+        spare, needs = self.spare(seconds)
+        return bool((spare - sum(need.min(axis=0) for need in needs) >= 0).all())
+
+    def spare(self, seconds: float) -> tuple[Floats, list[Floats]]:
+        """[kinds] unit-seconds that an iteration of so many seconds leaves to the groups with several nodes, and
+        [sizes, kinds] what each of them needs; infinite where no way is as fast."""
+        seconds = (seconds - self._problem.sync_s) * _MARGIN
+        have = (
+            np.array(self._problem.grid.shape) * seconds
+            if seconds >= self._path
+            else np.full(self._problem.kinds, -1.0)
+        )
+        for rows in self._free:
+            have = have - _least_room(rows, seconds)
+        needs = [np.zeros((len(sizes), self._problem.kinds)) for sizes in self._problem.sizes.values()]
+        for need, nodes in zip(needs, self._sized.values(), strict=True):
+            for sizes in nodes:
+                need += [_least_room(rows, seconds) for rows in sizes]
+        return have, needs
+
+
+def _least_room(rows: tuple[Floats, Floats], seconds: float) -> Floats:
+    """[kinds] unit-seconds of the way to run a node within the time that needs least; infinite if there is none."""
+    busy, room = rows
+    fast = busy <= seconds
+    return np.asarray(room[fast].min(axis=0)) if fast.any() else np.full(room.shape[1], np.inf)
+
+
+def _work(problem: Problem, node: int, pins: Pins) -> tuple[Floats, Floats]:
     """[R] busy seconds in an iteration, and [R, kinds] unit-seconds of every way to run a node."""
     busy, room = [], []
     for chunked in (False, True) if problem.chunk_counts else (False,):
-        rows = problem.leaves(node, chunked, 0, {})
+        rows = problem.leaves(node, chunked, 0, pins)
         level, code = rows.n // problem.grid.size, rows.n % problem.grid.size
         counts = np.array(problem.chunk_counts)[level] if chunked else np.ones(len(rows.n))
         total = rows.seconds * counts
@@ -43,21 +92,13 @@ def _work(problem: Problem, node: int) -> tuple[Floats, Floats]:
     return np.concatenate(busy), np.concatenate(room)
 
 
-def _possible(problem: Problem, nodes: list[tuple[Floats, Floats]], seconds: float) -> bool:
-    needed = np.zeros(problem.kinds)
-    for busy, room in nodes:
-        fast = busy <= seconds * (1 + 1e-12)
-        if not fast.any():
-            return False
-        needed += room[fast].min(axis=0)
-    return bool((needed <= np.array(problem.grid.shape) * seconds * (1 + 1e-12)).all())
-
-
 def _longest_path(problem: Problem) -> float:
     """The fill of the finest pipeline on the fastest devices, at least."""
     ends: list[float] = []
     for node, before in enumerate(problem.before):
-        rows = [problem.leaves(node, c, 0, {}).seconds for c in ((False, True) if problem.chunk_counts else (False,))]
+        rows = [
+            problem.leaves(node, c, 0, NO_PINS).seconds for c in ((False, True) if problem.chunk_counts else (False,))
+        ]
         fastest = min((float(r.min()) for r in rows if len(r)), default=0.0)
         ends.append(fastest + max((ends[i] for i in problem.members(before)), default=0.0))
     return max(ends)

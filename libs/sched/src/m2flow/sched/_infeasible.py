@@ -4,8 +4,9 @@ from m2flow.sched._build import Model, what_if
 from m2flow.sched._cluster import MOST_DEVICES
 from m2flow.sched._plans import best_plans
 
-_MOST_TIMES = 128  # as many devices, or as much memory, as a change may ask for
-
+_MOST_TIMES = 128  # as many devices as a change may ask for
+_MOST_MEMORY = 2.0**20  # as much memory
+_SEARCHES = 16  # for a choice of pins each: whether any plan fits shows soon
 _UNITS = 64  # into which more devices are divided; what fits in coarser steps fits in finer ones
 
 
@@ -21,7 +22,7 @@ def why_infeasible(model: Model) -> str:
     for group in model.workflow.graph.groups:
         if not group.can_offload and _fits(what_if(model, offload=group.name)):
             changes.append(f"let group {group.name!r} offload (can_offload)")
-    if model.request.mode and best_plans(model.problem, "", 1):
+    if model.request.mode and best_plans(model.problem, "", 1, _SEARCHES).plans:
         changes.append("allow any mode")
     remedy = "; or ".join(changes) if changes else "no single change of devices, memory, offload or mode makes one fit"
     return f"{_shortage(model, devices, memory)}. What would make it fit: {remedy}."
@@ -48,6 +49,9 @@ def _shortage(model: Model, devices: dict[str, int], memory: dict[str, float]) -
         missing = f"{count - have} {'is' if count - have == 1 else 'are'} missing"
         return f"no {wanted}plan fits: it needs {count} devices of kind {kind!r}, there are {have}, {missing}"
     counts = ", ".join(f"{len(model.pools[k].ids)} {k}" for k in model.kinds)
+    if model.request.mode == "spatial" and not model.problem.chunk_counts:
+        items = model.request.workflow.source_items
+        return f"no spatial plan exists: {items} items an iteration divide into no equal chunks"
     return f"no {wanted}plan exists for these groups on {counts}"
 
 
@@ -66,11 +70,11 @@ def _least_devices(model: Model, kind: str) -> int:
 
 
 def _least_memory(model: Model, kind: str) -> float:
-    """Bytes on one device of a kind with which a plan fits, to 0.1%; 0 where memory is no help, or 128 times is not."""
+    """Bytes on one device of a kind with which a plan fits, to 0.1%; 0 where no memory is enough."""
     have = model.pools[kind].spec.memory_bytes
-    if not have or not _fits(what_if(model, memory={kind: _MOST_TIMES})):
+    if not have or not _fits(what_if(model, memory={kind: _MOST_MEMORY})):
         return 0.0
-    low, high = 1.0, float(_MOST_TIMES)
+    low, high = 1.0, _MOST_MEMORY
     while high > 1.001 * low:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if _fits(what_if(model, memory={kind: middle})) else (middle, high)
@@ -78,7 +82,7 @@ def _least_memory(model: Model, kind: str) -> float:
 
 
 def _fits(model: Model) -> bool:
-    return bool(best_plans(model.problem, model.request.mode, 1))
+    return bool(best_plans(model.problem, model.request.mode, 1, _SEARCHES).plans)
 
 
 def _fits_with(model: Model, kind: str, count: int) -> bool:

@@ -6,21 +6,26 @@ found is a plan of the full space, not always its best: `_bound.lower_bound` say
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate, product
 
 import numpy as np
 
-from m2flow.sched._problem import NO_PINS, Pins, Problem, downsets
+from m2flow.sched._problem import NO_PINS, Pins, Problem, downsets_by_size
 from m2flow.sched._table import Floats, Ints, Rows
 from m2flow.sched._tree import Leaf, Tree, Turns
 
 _EXACT_NODES = 5
 _EXACT_DOWNSETS = 8
 _BLOCKS = (3, 4)
+_MOST_BLOCKS = 6  # where the ends of barriers stand alone
 
 
 def is_large(problem: Problem) -> bool:
     """Whether the exact search would take long: more than five nodes, unless they hang together like a chain."""
-    return len(problem.names) > _EXACT_NODES and len(downsets(problem.everything, problem.before)) > _EXACT_DOWNSETS
+    if len(problem.names) <= _EXACT_NODES:
+        return False
+    sizes = accumulate(len(layer) for layer in downsets_by_size(problem.everything, problem.before))
+    return any(count > _EXACT_DOWNSETS for count in sizes)
 
 
 @dataclass(frozen=True)
@@ -71,9 +76,9 @@ def contractions(problem: Problem) -> Iterator[Contraction]:
     """Blockings that are worth a search, different ones only."""
     seen = set()
     for order in orders(problem):
-        for count in _BLOCKS:
-            blocks = _balanced(problem, order, count)
-            if blocks not in seen:
+        for count, walled in product(_BLOCKS, (False, True)):
+            blocks = _balanced(problem, order, count, walled)
+            if blocks not in seen and not (walled and len(blocks) > _MOST_BLOCKS):
                 seen.add(blocks)
                 yield Contraction(problem, blocks, _contract(problem, blocks))
 
@@ -92,15 +97,16 @@ def depth_first(problem: Problem) -> list[int]:
     return order
 
 
-def _balanced(problem: Problem, order: list[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """The order cut into `count` runs of about equal work; cycles and barriers stand alone."""
+def _balanced(problem: Problem, order: list[int], count: int, walled: bool) -> tuple[tuple[int, ...], ...]:
+    """The order cut into `count` runs of about equal work; cycles, long tails and, if asked, the ends of barriers stand
+    alone."""
     work = {i: _least(problem, i) for i in order}
     blocks: list[tuple[int, ...]] = []
     share, held = sum(work.values()) / count, 0.0
     current: list[int] = []
-    walled = {i for a, b in problem.barriers for i in problem.members(a | b)}
+    walls = {i for a, b in problem.barriers for i in problem.members(a | b)} if walled else set()
     for node in order:
-        single = len(problem.groups[node]) > 1 or node in problem.tails or node in walled
+        single = len(problem.groups[node]) > 1 or node in problem.tails or node in walls
         if current and (single or (len(blocks) < count - 1 and held + work[node] / 2 > share)):
             blocks.append(tuple(current))
             current, held = [], 0.0

@@ -18,7 +18,6 @@ from m2flow.sched._tree import Reader, Tree, Turns, shape, walk
 _MANY = 100_000  # of a larger table only the best row is ranked
 _ROWS_A_CUT = 2  # of each first cut the best rows that are ranked
 SEARCHES = 128  # each for one choice of sizes, overlaps and residencies of groups with several nodes
-_OF_BLOCKS = 8  # so many times fewer for each blocking of a large graph
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,9 @@ def best_plans(problem: Problem, mode: str, count: int, searches: int = SEARCHES
     if not is_large(problem):
         return _exact_plans(problem, mode, count, searches)
     found: dict[tuple[str, int], Candidate] = {}
-    for contraction in contractions(problem):
-        for plan in _exact_plans(contraction.problem, mode, count, -(-searches // _OF_BLOCKS)).plans:
+    blockings = list(contractions(problem))
+    for contraction in blockings:
+        for plan in _exact_plans(contraction.problem, mode, count, -(-searches // (3 * len(blockings)))).plans:
             fine = replace(plan, tree=contraction.expand(plan.tree, plan.pins))
             found.setdefault((shape(fine.tree), fine.staleness), fine)
     for candidate in _stretched_plans(problem, mode):

@@ -1,6 +1,6 @@
 """What the search is given: nodes, their order, and what each costs on how many devices."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -122,17 +122,21 @@ class Problem:
 
 def downsets(nodes: int, before: tuple[int, ...]) -> list[int]:
     """Every non-empty subset of `nodes` that holds, with a node, its predecessors among `nodes`; smallest first."""
+    return [chosen for layer in downsets_by_size(nodes, before) for chosen in layer]
+
+
+def downsets_by_size(nodes: int, before: tuple[int, ...]) -> Iterator[list[int]]:
+    """The down-sets of one node, of two, and so on; of many nodes that nothing joins there are very many."""
     members = [i for i in range(len(before)) if nodes >> i & 1]
-    found, layer = [], {0}
-    while layer:
+    layer = {0}
+    for _ in members:
         layer = {
             chosen | 1 << i
             for chosen in layer
             for i in members
             if not chosen >> i & 1 and before[i] & nodes & ~chosen == 0
         }
-        found += sorted(layer)
-    return found
+        yield sorted(layer)
 
 
 def independent(part: int, rest: int, before: tuple[int, ...]) -> bool:

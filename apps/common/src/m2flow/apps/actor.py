@@ -32,7 +32,7 @@ class ActorConfig:
     lr, betas, weight_decay, max_grad_norm: AdamW's.
     clip_low, clip_high, loss_aggregation: the policy loss's, see `PolicyLossConfig`.
     correction, max_weight: for samples of older weights, see `PolicyLossConfig`.
-    max_age: a sample with a token whose weights were more updates behind does not teach; "any": all do.
+    max_staleness: a sample with a token whose weights were more updates behind does not teach; "any": all do.
     temperature: the sampler's.
     imitate_until, imitate_max_steps: of a supervised stage, see `Imitation`.
     deterministic: a minibatch's gradients are accumulated when it is whole, in source order and in one thread: the same
@@ -53,7 +53,7 @@ class ActorConfig:
     loss_aggregation: Aggregation = "token_mean"
     correction: Correction = "none"
     max_weight: float = 2.0
-    max_age: int | Literal["any"] = "any"
+    max_staleness: int | Literal["any"] = "any"
     temperature: float = 1.0
     imitate_until: float = 0.0
     imitate_max_steps: int = 1
@@ -99,11 +99,11 @@ class ActorWorker(Worker):
             if not self._minibatch.continues(place, groups):
                 self._step()
             self._take(place, groups)
-            too_old = [len(group.members) - len(self._learner.fresh(group)) for group in groups]
+            too_stale = [len(group.members) - len(self._learner.fresh(group)) for group in groups]
             worked = [self._learner.num_worked_tokens(group) for group in groups]
             whole = len(self._minibatch.seen) == self._config.groups_per_minibatch
             metrics = [*[{}] * (len(groups) - 1), self._step() if whole else {}]
-            receipts += map(_receipt, groups, too_old, worked, metrics)
+            receipts += map(_receipt, groups, too_stale, worked, metrics)
         return receipts
 
     def named_weights(self) -> "Mapping[str, Tensor]":
@@ -179,7 +179,7 @@ def actor_group(
         "loss_aggregation": config.loss.aggregation,
         "correction": config.loss.correction,
         "max_weight": config.loss.max_weight,
-        "max_age": config.loss.max_age,
+        "max_staleness": config.loss.max_staleness,
         "temperature": config.sampling.temperature,
         "imitate_until": imitate_until,
         "imitate_max_steps": imitate_max_steps,
@@ -205,7 +205,7 @@ class _Minibatch:
         return not self.seen or (place == self.place and self.seen.isdisjoint(group.seq for group in groups))
 
 
-def _receipt(group: Item, too_old: int, worked_tokens: int, metrics: Metrics) -> Item:
+def _receipt(group: Item, too_stale: int, worked_tokens: int, metrics: Metrics) -> Item:
     """A group for the driver: what people and metrics need of it, without its tokens."""
     members = group.members
     first = members[0].fields
@@ -218,7 +218,7 @@ def _receipt(group: Item, too_old: int, worked_tokens: int, metrics: Metrics) ->
             "completions": [member.fields["completion"] for member in members],
             "rewards": [float(reward) for reward in group.fields["rewards"]],
             "versions": [_tokens_by_version(member) for member in members],
-            "too_old": too_old,
+            "too_stale": too_stale,
             "prompt_length": len(first["prompt_ids"]),
             "lengths": [_num_own(member) for member in members],
             "fed": [len(member.fields["completion_ids"]) - _num_own(member) for member in members],

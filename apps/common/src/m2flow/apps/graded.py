@@ -37,14 +37,14 @@ class PolicyLossConfig:
 class GradedSample:
     """A member of a graded group, as the loss needs it; logprobs are float32 [T].
 
-    `age` is how many updates the weights of its oldest token were behind those that its step begins to train.
+    `staleness` is how many updates the weights of its oldest token were behind those that its step begins to train.
     """
 
     sample: Sample
     advantage: float
     rollout_logprobs: NDArray[np.float32]
     old_logprobs: NDArray[np.float32] | None
-    age: int
+    staleness: int
 
 
 def graded_samples(group: Item) -> list[GradedSample]:

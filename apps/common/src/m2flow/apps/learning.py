@@ -55,9 +55,9 @@ class Learner:
         return self.engine.logprobs([graded.sample for graded in graded_samples(group)])
 
     def fresh(self, group: Item) -> list[GradedSample]:
-        """The members that are not too old to be learned from."""
-        oldest = self._config.max_age
-        return [sample for sample in graded_samples(group) if oldest == "any" or sample.age <= oldest]
+        """The members that are not too stale to be learned from."""
+        most = self._config.max_staleness
+        return [sample for sample in graded_samples(group) if most == "any" or sample.staleness <= most]
 
     def num_worked_tokens(self, group: Item) -> int:
         """The tokens that have a gradient, of the samples or of the worked example in their place."""

@@ -308,7 +308,7 @@ def test_a_dropped_channel_frees_memory_and_tells_those_who_wait(ends: Any) -> N
     thread.join(5)
     assert failed == [ChannelClosedError]
     with pytest.raises(ValueError, match="not hosted here"):
-        host.set_channel_members("q", producers=[], consumers=[])
+        host.announce_successor("q", lost="p", successor="p3")
 
 
 def test_a_producer_dead_without_a_successor_is_named(make_endpoint: Any, ends: Any, peer: Any) -> None:
@@ -352,9 +352,8 @@ def test_a_consumer_killed_while_it_asks_for_more_keeps_what_it_has_acknowledged
 
 def test_a_killed_consumers_leases_go_to_another_in_order(ends: Any, peer: Any, make_endpoint: Any) -> None:
     host, _, consumer = ends
-    host.host_channel("w", producers=["p"], consumers=["c", "v"])
+    host.host_channel("w", producers=["p4"], consumers=["c", "v"])
     producer = make_endpoint("p4")
-    host.set_channel_members("w", producers=["p4"], consumers=["c", "v"])
     producer.channel("w", host="host").put_many(
         [Put(item=np.full(20_000, index), id=str(index)) for index in range(64)]
     )

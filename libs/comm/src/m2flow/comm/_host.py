@@ -248,7 +248,7 @@ def _given(payload: Held, reader: Connection) -> bytes | comm_pb2.Block:
     if isinstance(payload, Arrived):
         return reader.pass_on(payload.data)
     assert isinstance(payload, Reference)
-    # A consumer in another process has joined since it was put. It was found to have an encoding then.
+    # Its consumer has come back in another process since it was put. It was found to have an encoding then.
     return payload.block if reader.within else reader.pass_on(encode(payload.tree).to_bytes())
 
 

@@ -265,24 +265,19 @@ class Endpoint:
     ) -> None:
         """Hosts a channel's index here. `producers` and `consumers` are the endpoints that may put and get.
 
-        `capacity` bounds the items that wait to be taken; 0 is no bound. With `route="by_key"` every key goes to one
-        consumer, the same one for as long as it lives. Raises ValueError for a name that is hosted. Blocks for the io
-        thread.
+        `capacity` bounds the items that wait to be taken; 0 is no bound. With `route="by_key"` every key has one
+        consumer; while that is dead or has left, another stands in for it. Raises ValueError for a name that is hosted.
+        Blocks for the io thread.
         """
         index = ChannelIndex(name, capacity=capacity, producers=producers, consumers=consumers, route=route)
         self._on_io_thread(lambda: self._host.add(index))
 
-    def set_channel_members(self, name: str, *, producers: Sequence[str], consumers: Sequence[str]) -> None:
-        """Declares other producers and consumers of a channel hosted here; those that stay keep their state.
-
-        Raises ValueError for a channel that is not hosted here. Blocks for the io thread.
-        """
-        self._on_io_thread(lambda: self._host.index(name).set_members(producers, consumers))
-
     def announce_successor(self, name: str, *, lost: str, successor: str) -> None:
         """Lets the consumers of a channel hosted here wait for `successor` in place of a producer that dies or died.
 
-        Raises ValueError for a channel that is not hosted here. Blocks for the io thread.
+        From now on what the successor puts, ends and closes counts for what `lost` owed too, and goes on from there: an
+        iteration that was ended stays so. Raises ValueError for a channel that is not hosted here or has no such
+        producer. Blocks for the io thread.
         """
         self._on_io_thread(lambda: self._host.index(name).announce_successor(lost, successor))
 

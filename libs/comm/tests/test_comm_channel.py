@@ -290,6 +290,32 @@ def test_a_channel_may_be_used_before_it_is_hosted(make_endpoint: Any) -> None:
     assert not early.is_alive()
 
 
+def test_what_was_asked_of_a_channel_that_is_not_hosted_yet_ends_with_who_asked(make_endpoint: Any, peer: Any) -> None:
+    host, producer, consumer = make_endpoint("host"), make_endpoint("p"), make_endpoint("c")
+    ask = """
+    import threading
+    channel = endpoint.channel("q", host="host")
+    threading.Thread(target=lambda: channel.%s, daemon=True).start()
+    endpoint.request("host", "asked", "")
+    """
+    asked = threading.Semaphore(0)
+    host.handle("asked", lambda _: asked.release())
+    host.on_peer_lost(lambda _: asked.release())
+    for victim in (peer("v", ask % "get()"), peer("p2", ask % "put(0)")):
+        for _ in range(1):
+            assert asked.acquire(timeout=10)
+        victim.kill()
+        assert asked.acquire(timeout=10)
+    puts, gets = producer.channel("q", host="host"), consumer.channel("q", host="host")
+    with pytest.raises(TimeoutError_, match=r"channel 'q': waited 0\.[01]\d+ s for host"):
+        puts.put("too late", timeout_s=0.05)
+    host.host_channel("q", producers=["p", "p2"], consumers=["v", "c"])
+    puts.put("in time")
+    assert gets.get(timeout_s=5).item == "in time"
+    with pytest.raises(PeerLostError, match="'p2' is lost"):
+        gets.get(timeout_s=5)
+
+
 def test_a_dropped_channel_frees_memory_and_tells_those_who_wait(ends: Any) -> None:
     host, producer, consumer = ends
     producer.put(np.zeros(100_000))

@@ -112,17 +112,25 @@ class ChannelHost:
         index = self._indexes.get(request.channel)
         if index is not None:
             self._serve(index, connection, request_id, request, entries)
-            return
+        elif not request.HasField("ack"):
+            # A channel that is not there has leased nothing.
+            self._park(connection, request_id, request, entries)
 
-        def refuse() -> None:
+    def _park(
+        self, connection: Connection, request_id: int, request: comm_pb2.ChannelRequest, entries: list[Entry]
+    ) -> None:
+        def refuse(refusal: Refusal) -> None:
             drop(entries)
-            refusal = Refusal("CommError", "it is not hosted by this endpoint: call host_channel there")
             _answer(connection, request_id, (), refusal)
 
+        not_here = Refusal("CommError", "it is not hosted by this endpoint: call host_channel there")
         self._parking.park(
             request.channel,
-            lambda: self._serve(self._indexes[request.channel], connection, request_id, request, entries),
-            refuse,
+            connection.session,
+            request_id,
+            retry=lambda: self._serve(self._indexes[request.channel], connection, request_id, request, entries),
+            expire=partial(refuse, not_here),
+            withdraw=partial(refuse, Refusal("TimeoutError_")),
         )
 
     def _serve(
@@ -161,11 +169,19 @@ class ChannelHost:
         """Handles a CANCEL frame: the request is answered as it stands, if it is still open."""
         for index in self._indexes.values():
             index.cancel(connection.session, request_id)
+        self._parking.cancel(connection.session, request_id)
 
     def on_gone(self, connection: Connection, lost: bool) -> None:
-        """Takes note of a connection that is gone."""
+        """Takes note of a connection that is gone; a channel that it asked for is told when it is there."""
+        session, peer = connection.session, connection.peer
         for index in list(self._indexes.values()):
-            index.left(connection.session, connection.peer, lost=lost)
+            index.left(session, peer, lost=lost)
+        for name in self._parking.left(session):
+            tell = partial(self._left, name, session, peer, lost)
+            self._parking.park(name, None, 0, retry=tell, expire=_nothing, withdraw=_nothing)
+
+    def _left(self, name: str, session: int, peer: str, lost: bool) -> None:
+        self._indexes[name].left(session, peer, lost=lost)
 
 
 def counts(index: ChannelIndex) -> comm_pb2.ChannelStats:
@@ -250,6 +266,10 @@ def _given(payload: Held, reader: Connection) -> bytes | comm_pb2.Block:
     assert isinstance(payload, Reference)
     # Its consumer has come back in another process since it was put. It was found to have an encoding then.
     return payload.block if reader.within else reader.pass_on(encode(payload.tree).to_bytes())
+
+
+def _nothing() -> None:
+    """Nobody waits for an answer."""
 
 
 def _answer_stats(connection: Connection, request_id: int, index: ChannelIndex) -> None:

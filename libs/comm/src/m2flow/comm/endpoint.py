@@ -209,6 +209,7 @@ class Endpoint:
 
     def _on_gone(self, connection: Connection, lost: bool) -> None:
         self._host.on_gone(connection, lost)
+        self._calls.on_gone(connection)
         if not lost or self._lost.get(connection.peer) == connection.incarnation:
             return
         self._lost[connection.peer] = connection.incarnation

@@ -195,6 +195,26 @@ def test_a_wrong_token_is_refused_and_logged(make_endpoint: Any, caplog: pytest.
     assert "another" not in caplog.text
 
 
+def test_no_call_goes_out_ahead_of_the_hello(make_endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    b.handle("echo", lambda request: request.args)
+    dialling, hello = threading.Event(), _handshake.Identity.hello
+
+    def slow_hello(identity: _handshake.Identity) -> bytes:
+        dialling.set()
+        time.sleep(0.1)
+        return hello(identity)
+
+    monkeypatch.setattr(_handshake.Identity, "hello", slow_hello)
+    answers: list[int] = []
+    first = threading.Thread(target=lambda: answers.append(a.request("b", "echo", "", 1, timeout_s=10)))
+    first.start()
+    assert dialling.wait(10)
+    assert a.request("b", "echo", "", 2, timeout_s=10) == 2
+    first.join()
+    assert answers == [1]
+
+
 def test_another_version_is_refused_with_both_named(make_endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = make_endpoint("a"), make_endpoint("b")
     hello = a._fabric.identity.hello().replace(b"\x01" + _handshake.VERSION.encode(), b"\x01" + b"9", 1)

@@ -1,5 +1,6 @@
 """Weights: staged once, read in place, checked, and kept for as long as a reader holds them."""
 
+import gc
 import threading
 import time
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from m2flow.comm import PayloadError, RemoteError
+from m2flow.comm.endpoint import _MAX_HANDLER_THREADS
 from m2flow.comm.weights import SERVICE, WeightReader, digest
 
 
@@ -54,6 +56,61 @@ def test_a_fetch_waits_until_the_version_is_staged(make_endpoint: Any) -> None:
     timer = threading.Timer(0.1, lambda: trainer.stage_weights("policy", 3, {"a": np.ones(2)}))
     timer.start()
     assert rollout.fetch_weights("trainer", "policy", 3, timeout_s=5)["a"].sum() == 2
+
+
+def test_a_fetch_that_waited_gets_its_version_though_newer_ones_overtake_the_answer(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    waiting = [rollout.request_async("trainer", SERVICE, method, ("policy", 3)) for method in ("fetch", "digests")]
+    trainer.stage_weights("other", 1, {"a": np.zeros(5000)})
+    # Calls of one peer are handled in order, so the others wait by now.
+    rollout.request("trainer", SERVICE, "digests", ("other", 1))
+    # No thread is left to answer.
+    busy, go_on = threading.Barrier(_MAX_HANDLER_THREADS + 1), threading.Event()
+
+    def block(request: Any) -> None:
+        busy.wait()
+        go_on.wait()
+
+    for number in range(_MAX_HANDLER_THREADS):
+        trainer.handle(f"busy{number}", block)
+        rollout.request_async("trainer", f"busy{number}", "")
+    busy.wait(10)
+    weights = {version: {"a": np.full(5000, version)} for version in range(3, 7)}
+    for version, staged in weights.items():
+        trainer.stage_weights("policy", version, staged)
+    trainer.release_weights("policy", 6)
+    trainer.stage_weights("other", 2, {"a": np.full(5000, 99)})
+    go_on.set()
+    fetched, digests = (answer.result(10) for answer in waiting)
+    assert fetched["weights"]["a"].tolist() == weights[3]["a"].tolist()
+    assert digests == {"a": digest(weights[3]["a"])}
+    del fetched, waiting
+    gc.collect()
+    while (segment := next(iter(trainer._fabric.pool._slabs.values()))).slots_in_use > 3:
+        time.sleep(0.001)
+    assert segment.slots_in_use == 3  # version 5 and the two of the other
+
+
+def test_a_fetch_of_a_version_that_is_passed_over_fails(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    passed_over, later = (rollout.request_async("trainer", SERVICE, "fetch", ("policy", at)) for at in (1, 3))
+    trainer.stage_weights("other", 1, {"a": np.ones(2)})
+    rollout.request("trainer", SERVICE, "digests", ("other", 1))
+    trainer.stage_weights("policy", 2, {"a": np.ones(2)})
+    with pytest.raises(RemoteError, match=r"version 1 are withdrawn, want one of \[2\]"):
+        passed_over.result(10)
+    trainer.stage_weights("policy", 3, {"a": np.full(2, 3.0)})
+    assert later.result(10)["weights"]["a"].sum() == 6
+
+
+def test_a_released_version_is_not_waited_for(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    trainer.stage_weights("policy", 1, {"a": np.ones(2)})
+    trainer.release_weights("policy", 1)
+    with pytest.raises(RemoteError, match="version 1 are withdrawn, want one after 1"):
+        rollout.fetch_weights("trainer", "policy", 1, timeout_s=10)
+    with pytest.raises(ValueError, match="got version 1, want more than the staged 1"):
+        trainer.stage_weights("policy", 1, {"a": np.ones(2)})
 
 
 def test_old_and_unknown_versions_are_refused(make_endpoint: Any) -> None:

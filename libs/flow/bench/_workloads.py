@@ -197,19 +197,29 @@ def profile(workload: Workload) -> sched_pb2.Profile:
         for devices in sizes:
             for items in _calls(volume, devices, looped=looped):
                 ranks = _ranks(spec, stage.method, volume, items, devices, looped=looped)
-                each = [mean(times[-1] if times else 0.0 for times in calls) for calls in ranks]
+                each = [mean(call[-1][0] if call else 0.0 for call in calls) for calls in ranks]
                 # In a loop each rank goes on by itself, with the items that it has.
                 seconds = (mean(each) if looped else max(each)) + spec.config.fixed_s
                 found.samples.add(stage=stage.name, devices=devices, items=items, seconds=seconds)
             if stage.method == "generate":
                 ranks = _ranks(spec, stage.method, volume, volume, devices, looped=looped)
-                out = sorted(at + spec.config.fixed_s for calls in ranks for times in calls for at in times)
-                times = [at / out[-1] for at in out]
-                done = [number / len(out) for number in range(1, len(out) + 1)]
-                found.curves.add(stage=stage.name, devices=devices, time_fraction=times, item_fraction=done)
+                out = sorted((done for calls in ranks for call in calls for done in call), key=lambda done: done[0])
+                whole = [sum(at >= other for other in _whole(out)) / volume for at, _ in out]
+                found.curves.add(
+                    stage=stage.name,
+                    devices=devices,
+                    time_fraction=[(at + spec.config.fixed_s) / (out[-1][0] + spec.config.fixed_s) for at, _ in out],
+                    item_fraction=[number / len(out) for number in range(1, len(out) + 1)],
+                    group_fraction=whole,
+                )
     for name, spec in workload.groups.items():
         found.switches.add(group=name, onload_s=spec.config.onload_s, offload_s=spec.config.offload_s)
     return found
+
+
+def _whole(out: list[tuple[float, Item]]) -> list[float]:
+    """When each group's last sample is out."""
+    return list({sample.seq[0]: at for at, sample in out}.values())
 
 
 def _calls(volume: int, devices: int, *, looped: bool) -> list[int]:
@@ -220,7 +230,7 @@ def _calls(volume: int, devices: int, *, looped: bool) -> list[int]:
 
 def _ranks(
     spec: GroupSpec, method: str, volume: int, items: int, devices: int, *, looped: bool
-) -> list[list[list[float]]]:
+) -> list[list[list[tuple[float, Item]]]]:
     """By rank and by call, when its items finish, where the group takes an iteration in calls of so many items.
 
     Of one call each rank takes the next even share; what goes round a loop goes to the rank of its place.
@@ -229,7 +239,7 @@ def _ranks(
     num_ranks = 1 if wide else devices
     worker = SyntheticWorker(spec.config)
     worker.context = SimpleNamespace(devices=range(devices if wide else 1))
-    found: list[list[list[float]]] = [[] for _ in range(min(num_ranks, items))]
+    found: list[list[list[tuple[float, Item]]]] = [[] for _ in range(min(num_ranks, items))]
     share = -(-items // num_ranks)
     for start in range(0, volume, items):
         call = [Item((n,), 0) for n in range(start, min(start + items, volume))]
@@ -237,5 +247,5 @@ def _ranks(
             own = call[rank::num_ranks] if looped else call[rank * share : (rank + 1) * share]
             if method == "generate":
                 own = [item.child(index, SAMPLES, "prompt") for item in own for index in range(SAMPLES)]
-            calls.append([at for at, _ in worker.schedule(own)])
+            calls.append(worker.schedule(own))
     return found

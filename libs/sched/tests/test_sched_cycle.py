@@ -177,6 +177,21 @@ def test_items_that_end_within_the_clock_s_rounding_both_end() -> None:
     assert (end, done) == (pytest.approx(0.1), pytest.approx([0.1, 0.1]))
 
 
+@pytest.mark.parametrize("pulls", [False, True])
+def test_a_stage_that_costs_nothing_lets_its_loop_go_on(pulls: bool) -> None:
+    """So little for an item that beside a hand-off of 50 ms nothing of it is left: only the policy takes time."""
+    request = embodied(0.1, 0.05)
+    for sample in request.profile.samples:
+        if sample.stage == "simulator.step":
+            sample.items, sample.seconds = 1e12, 1e-9
+    request.profile.hand_offs.add(stage="simulator.step", seconds=0.05)
+    request.profile.loop_items.add(stage="simulator.step", pulls=pulls, one_by_one=True)
+    chosen = plan(request).plans[0].plan
+    spans = simulate(sched_pb2.SimulateRequest(request=request, plan=chosen)).timeline.spans
+    loop_s = max(s.end_ns for s in spans if s.stage == "simulator.step") / 1e9
+    assert 20 * 0.05 * 64 / 8 < loop_s < 20 * (0.05 * 64 / 8 + 0.3)
+
+
 def test_a_simulator_that_does_not_scale_gets_few_devices() -> None:
     best = plan(embodied(0.1, 0.05)).plans[0]
     ids = {g.group: set(g.device_ids) for g in best.plan.groups}

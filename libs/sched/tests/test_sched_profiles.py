@@ -9,7 +9,7 @@ from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched import InputError, fold_spans, merge, plan, usable
 from m2flow.sched._build import build
-from m2flow.sched._curve import nearest
+from m2flow.sched._curve import items_for_groups, nearest
 from m2flow.sched._hand_offs import lately
 
 Make = Callable[..., sched_pb2.PlanRequest]
@@ -128,6 +128,29 @@ def test_a_stage_that_gives_items_as_they_finish_leaves_its_curve(make_request: 
     flat, curved = make_request(8, mode="spatial"), make_request(8, mode="spatial")
     curved.profile.curves.extend(folded.curves)
     assert plan(curved).plans[0].simulated_s < plan(flat).plans[0].simulated_s
+
+
+def test_a_curve_says_when_groups_are_whole(make_request: Make) -> None:
+    """Two prompts of two samples each: half of the samples are out before the first group is."""
+    request = make_request(2)
+    chosen = plan(request).plans[0].plan
+    span = _span(
+        "rollout.generate",
+        0,
+        10,
+        items=2,
+        inputs=["prompts|0:0", "prompts|0:1"],
+        outputs=[f"rollout.generate|{sample}" for sample in ("0:0.0", "0:1.0", "0:0.1", "0:1.1")],
+        output_after_ns=[t * 10**9 for t in (1, 2, 5, 10)],
+    )
+    folded = fold_spans(sched_pb2.Profile(), flow_pb2.Timeline(spans=[span]), request.workflow, chosen)
+    (curve,) = folded.curves
+    assert list(curve.time_fraction) == [0.1, 0.2, 0.5, 1.0]
+    assert list(curve.group_fraction) == [0.0, 0.0, 0.5, 1.0]
+    assert [items_for_groups(curve)(groups) for groups in (0.5, 1.0)] == pytest.approx([0.75, 1.0])
+    del curve.group_fraction[0]
+    with pytest.raises(InputError, match="3 group fractions for 4 item fractions"):
+        items_for_groups(curve)
 
 
 def test_calls_in_chunks_leave_no_curve(make_request: Make) -> None:

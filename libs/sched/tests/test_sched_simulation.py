@@ -87,6 +87,67 @@ def test_a_long_tail_is_hidden_by_a_pipeline(make_request: Make) -> None:
     assert spatial[0].searched_s < slower[0].searched_s
 
 
+def test_who_takes_groups_waits_until_they_are_whole(make_request: Make) -> None:
+    """Nine tenths of the samples are out after half the time, and none of the groups: training begins at the end."""
+    request = make_request(8, mode="spatial")
+    curve = request.profile.curves.add(stage="rollout.generate", time_fraction=[0.5, 1.0], item_fraction=[0.9, 1.0])
+    (chosen,) = [p.plan for p in plan(request).plans[:1]]
+    early = simulate(sched_pb2.SimulateRequest(request=request, plan=chosen))
+    curve.group_fraction.extend([0.0, 1.0])
+    late = simulate(sched_pb2.SimulateRequest(request=request, plan=chosen))
+    begins = [min(s.start_ns for s in run.timeline.spans if s.stage == "actor.train") for run in (early, late)]
+    generated = max(s.end_ns for s in late.timeline.spans if s.stage == "rollout.generate")
+    assert begins[0] < generated <= begins[1]
+    assert early.iteration_s < late.iteration_s
+
+
+def test_waiting_for_groups_stops_no_turn(make_request: Make) -> None:
+    """Rewards and training take turns; half of the rewards are given before the first group is whole, none waits."""
+    request = make_request(8, mode="hybrid")
+    request.profile.curves.add(
+        stage="rollout.generate", time_fraction=[0.5, 1.0], item_fraction=[0.9, 1.0], group_fraction=[0.1, 1.0]
+    )
+    response = plan(request)
+    assert not [note for note in response.notes if "left out" in note]
+    assert "(rollout.generate | (reward.score ; actor.train)) x8" in [p.shape for p in response.plans]
+
+
+def test_ranks_of_one_queue_take_their_share_as_it_comes(make_request: Make) -> None:
+    """512 samples come evenly within 19.7 s; a chunk is 128 of them. Four ranks begin with 32 each, one with 128."""
+    request = make_request(6)
+    steps = [n / 512 for n in range(1, 513)]
+    request.profile.curves.add(stage="rollout.generate", time_fraction=steps, item_fraction=steps)
+    chosen = flow_pb2.ExecutionPlan(mode="spatial")
+    for group, devices in (("rollout", [0]), ("reward", [1, 2, 3, 4]), ("actor", [5])):
+        chosen.groups.add(group=group, device_ids=devices, num_ranks=len(devices))
+    for i, (stage, items) in enumerate((("rollout.generate", 64), ("reward.score", 128), ("actor.train", 16))):
+        chosen.stages.add(stage=stage, granularity=items, position=i)
+    timeline = simulate(sched_pb2.SimulateRequest(request=request, plan=chosen)).timeline
+    spans = [s for s in timeline.spans if s.stage == "reward.score"]
+    assert [s.start_ns / 1e9 for s in spans] == pytest.approx([19.7 * n / 16 for n in range(1, 17)], rel=1e-6)
+    assert {(s.items, tuple(s.device_ids)) for s in spans} == {(32, (1,))}
+    chosen.groups[1].num_ranks = 1
+    timeline = simulate(sched_pb2.SimulateRequest(request=request, plan=chosen)).timeline
+    assert [s.items for s in timeline.spans if s.stage == "reward.score"] == [128] * 4
+
+
+def test_lanes_of_a_group_pay_their_own_onload(make_request: Make) -> None:
+    request = make_request(6)
+    request.profile.switches.add(group="reward", onload_s=0.25, offload_s=0.125)
+    chosen = flow_pb2.ExecutionPlan(mode="spatial")
+    for group, devices in (("rollout", [0]), ("reward", [1, 2]), ("actor", [5])):
+        chosen.groups.add(group=group, device_ids=devices, num_ranks=len(devices))
+    chosen.groups[1].residency = flow_pb2.RESIDENCY_OFFLOADED
+    for i, (stage, items) in enumerate((("rollout.generate", 16), ("reward.score", 128), ("actor.train", 16))):
+        chosen.stages.add(stage=stage, granularity=items, position=i)
+    timeline = simulate(sched_pb2.SimulateRequest(request=request, plan=chosen)).timeline
+    spans = [s for s in timeline.spans if s.group == "reward"]
+    kinds = [s.kind for s in spans]
+    assert kinds.count(flow_pb2.SPAN_KIND_ONLOAD) == kinds.count(flow_pb2.SPAN_KIND_BUSY) == 8
+    assert kinds.count(flow_pb2.SPAN_KIND_OFFLOAD) == 4
+    assert {tuple(s.device_ids) for s in spans} == {(1,), (2,), (1, 2)}
+
+
 def test_an_asynchronous_plan_overlaps_iterations(make_request: Make) -> None:
     synchronous = plan(make_request(8, mode="spatial")).plans[0]
     request = make_request(8, mode="spatial")

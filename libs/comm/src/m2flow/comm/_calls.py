@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from m2flow.comm._connection import Connection, message_of, packed_of
 from m2flow.comm._executor import LaneExecutor
-from m2flow.comm._frames import Kind
+from m2flow.comm._frames import Kind, ProtocolError
 from m2flow.comm._parking import Parking
 from m2flow.comm._segments import Slot
-from m2flow.comm.errors import RemoteError
-from m2flow.comm.payload import Tree, encode
+from m2flow.comm.errors import CommError, RemoteError
+from m2flow.comm.payload import Tree, decode, encode
 from m2flow.proto.comm.v1 import comm_pb2
 
 
@@ -30,10 +30,15 @@ class Request(NamedTuple):
 
 
 class Lend(NamedTuple):
-    """An answer that lies in shared memory already, as a payload: any number of peers may read it in place."""
+    """An answer that lies in shared memory already, as a payload, in a slot that is held until the answer is given.
+
+    The peer reads it in place, as any number of others may; or it gets what `read` makes of the payload's tree.
+    """
 
     slot: Slot
     size_bytes: int
+    let_go: Callable[[Slot], None]
+    read: Callable[[Tree], Tree] | None = None
 
 
 # Returns the answer's tree, or a Future of it.
@@ -65,7 +70,13 @@ class CallServer:
         """Handles a CALL frame, on the io thread."""
         message = comm_pb2.CallRequest.FromString(body)
         # A block is opened here, in the order of frames: its segment may be retired by the next one.
-        args = connection.open(packed_of(message.args))
+        try:
+            args = connection.open(packed_of(message.args))
+        except ProtocolError:
+            raise
+        except CommError as error:
+            self._fail(connection, request_id, error)
+            return
         job = partial(self._run, connection, request_id, message.service, message.method, args)
         prompt = message.service in self._prompt
         submit = job if prompt else partial(self._executor.submit, (connection, message.service), job)
@@ -119,7 +130,7 @@ class CallServer:
     def _answer(self, connection: Connection, request_id: int, result: Any) -> None:
         try:
             lent = isinstance(result, Lend)
-            payload = connection.lend_slot(*result) if lent else connection.pack(encode(result))
+            payload = _lent(connection, result) if lent else connection.pack(encode(result))
         except Exception as error:
             self._fail(connection, request_id, error)
             return
@@ -132,6 +143,15 @@ class CallServer:
             traceback="".join(traceback.format_exception(error)).encode("utf-8", "replace").decode(),
         )
         connection.send(Kind.REPLY, request_id, comm_pb2.CallResponse(failure=failure).SerializeToString())
+
+
+def _lent(connection: Connection, lend: Lend) -> bytes | comm_pb2.Block:
+    try:
+        if lend.read is None:
+            return connection.lend_slot(lend.slot, lend.size_bytes)
+        return connection.pack(encode(lend.read(decode(lend.slot.view(lend.size_bytes)))))
+    finally:
+        lend.let_go(lend.slot)
 
 
 def read_answer(connection: Connection, body: bytes) -> Tree:

@@ -6,6 +6,7 @@ a block is told when it comes back, or that its reader vanished, which makes the
 Elsewhere its bytes are a frame of their own, before the message.
 """
 
+import contextlib
 import itertools
 import os
 import threading
@@ -22,7 +23,7 @@ from m2flow.comm._mappings import BlockRef, Hold, Mapped, Released
 from m2flow.comm._replies import Awaited, Reply
 from m2flow.comm._segments import Pool, Segment, Slot
 from m2flow.comm._tree import Bytes
-from m2flow.comm.errors import CommError, PayloadError
+from m2flow.comm.errors import CommError, PayloadError, system_refuses
 from m2flow.comm.payload import Encoded, Tree, decode
 from m2flow.proto.comm.v1 import comm_pb2
 
@@ -159,16 +160,14 @@ class Connection:
         if size > INLINE_BYTES and not self.link.passes_fds:
             return self._send_data(data)
         if size > INLINE_BYTES:
-            try:
+            # Where the quota or the descriptors are used up: a message may be long.
+            with contextlib.suppress(CommError, TimeoutError):
                 slot = self._pool.take(size, timeout_s=0)
-            except (CommError, TimeoutError):
-                # The quota is used up: a message may be long.
-                return bytes(data)
-            try:
-                slot.view(size)[:] = np.frombuffer(data, np.uint8)
-                return self.lend_slot(slot, size)
-            finally:
-                self._pool.let_go(slot)
+                try:
+                    slot.view(size)[:] = np.frombuffer(data, np.uint8)
+                    return self.lend_slot(slot, size)
+                finally:
+                    self._pool.let_go(slot)
         return bytes(data)
 
     def _send_data(self, data: bytes | Bytes) -> comm_pb2.Block:
@@ -177,10 +176,14 @@ class Connection:
         return comm_pb2.Block(segment=_DATA, offset_bytes=number, size_bytes=len(data))
 
     def lend_slot(self, slot: Slot, size_bytes: int) -> comm_pb2.Block:
-        """Lends the peer the first bytes of a slot of this process; returns their name."""
-        self._pool.hold(slot)
+        """Lends the peer the first bytes of a slot of this process; returns their name. Raises as `lend` does."""
         ref = BlockRef(slot.segment.id, slot.offset_bytes, size_bytes)
-        self.lend(ref, slot.segment, lambda abandoned: self._pool.let_go(slot, abandoned=abandoned))
+        self._pool.hold(slot)
+        try:
+            self.lend(ref, slot.segment, lambda abandoned: self._pool.let_go(slot, abandoned=abandoned))
+        except CommError:
+            self._pool.let_go(slot)
+            raise
         return comm_pb2.Block(**ref._asdict())
 
     def take_back(self, packed: Iterable[bytes | comm_pb2.Block]) -> None:
@@ -193,14 +196,17 @@ class Connection:
                     self._returned(payload)(False)
 
     def lend(self, block: BlockRef, segment: Segment | Mapped, on_returned: OnReturned) -> None:
-        """Lends the peer a block of a segment; `on_returned(abandoned)` is called once."""
+        """Lends the peer a block of a segment; `on_returned(abandoned)` is called once.
+
+        Raises CommError, and lends nothing, where this process is out of descriptors to pass.
+        """
         with self._lock:
             lost = self._lost is not None
             if not lost:
-                self._lent[block.segment, block.offset_bytes].append(on_returned)
                 if segment.id not in self._announced:
-                    self._announced.add(segment.id)
                     self._announce(segment)
+                    self._announced.add(segment.id)
+                self._lent[block.segment, block.offset_bytes].append(on_returned)
         if lost:
             on_returned(False)
 
@@ -218,6 +224,8 @@ class Connection:
             self.link.send(_frames.header(Kind.SEGMENT, 0, len(body)), body, segment.fd, wait=False)
         except BrokenPipeError:
             return
+        except OSError as error:
+            raise system_refuses("pass shared memory on", error) from error
 
     def on_release(self, body: bytes) -> None:
         """Takes back the blocks that a RELEASE frame names; one that was not lent is a protocol error."""
@@ -274,14 +282,20 @@ class Connection:
         self._segments.pop(comm_pb2.Segment.FromString(body).id, None)
 
     def segment_of(self, block: comm_pb2.Block) -> tuple[BlockRef, Mapped]:
-        """Returns a block that the peer lent, and its segment; raises ProtocolError for one never announced."""
+        """Returns a block that the peer lent, and its segment; raises ProtocolError for one that cannot be."""
         mapped = self._segments.get(block.segment)
         if mapped is None:
             raise ProtocolError(f"got a block of segment {block.segment:x}, which was not announced")
-        return BlockRef(block.segment, block.offset_bytes, block.size_bytes), mapped
+        found = BlockRef(block.segment, block.offset_bytes, block.size_bytes)
+        if found.offset_bytes + found.size_bytes > mapped.size_bytes:
+            raise ProtocolError(f"got {found}, want it inside the {mapped.size_bytes} bytes of its segment")
+        return found, mapped
 
     def open(self, payload: bytes | comm_pb2.Block) -> bytes | Bytes:
-        """Returns a payload's bytes, in place: a block of shared memory is held while they live."""
+        """Returns a payload's bytes, in place: a block of shared memory is held while they live.
+
+        Raises ProtocolError for what did not come, CommError, having let go of it, for what cannot be mapped here.
+        """
         if isinstance(payload, bytes):
             return payload
         if is_data(payload):
@@ -290,7 +304,12 @@ class Connection:
                 raise ProtocolError(f"got a message that names data {payload.offset_bytes}, which did not come")
             return data
         block, mapped = self.segment_of(payload)
-        return Hold(mapped.bytes_of(block), partial(self._released.add, self, block)).array()
+        try:
+            found = mapped.bytes_of(block)
+        except CommError:
+            self.release([block])
+            raise
+        return Hold(found, partial(self._released.add, self, block)).array()
 
     def release(self, blocks: list[BlockRef], *, abandoned: bool = False) -> None:
         """Tells the peer that blocks it lent are not read any more."""

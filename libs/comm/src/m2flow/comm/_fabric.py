@@ -60,6 +60,13 @@ class Fabric:
         allow_pickle: bool,
         on_gone: OnGone,
     ) -> None:
+        # First what may be refused.
+        self._directory = SocketDirectory(directory)
+        try:
+            self._listener, self._inode = self._directory.listen(identity.name)
+        except BaseException:
+            self._directory.close()
+            raise
         self.identity = identity
         self.loop = Loop(identity.name, before_sleep=self._send_releases)
         self.pool = Pool(quota_bytes, on_retire=self._retire)
@@ -82,12 +89,6 @@ class Fabric:
         self._all: set[Connection] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._directory = SocketDirectory(directory)
-        try:
-            self._listener, self._inode = self._directory.listen(identity.name)
-        except BaseException:
-            self._directory.close()
-            raise
 
     def start(self, on_frame: dict[Kind, OnFrame], on_prompt_call: OnPromptCall) -> None:
         """Begins to accept and to answer: `on_frame` maps kinds of frames to what handles them, on the io thread.
@@ -108,13 +109,15 @@ class Fabric:
             connection = self._dialled.get(peer) or self._accepted.get(peer)
             if connection is not None:
                 return connection
-            connection, link = self._new(peer, remote=peer in self._addresses)
+            address = self._addresses.get(peer)
+            connection, link = self._new(peer, remote=address is not None)
+            # Before any other thread finds the connection: nothing may go out ahead of the hello.
+            connection.send(Kind.HELLO, 0, self.identity.hello())
             self._dialled[peer] = connection
-        connection.send(Kind.HELLO, 0, self.identity.hello())
         if isinstance(link, UnixLink):
             self._dial(connection, link, time.monotonic())
         else:
-            self._remote().dial(self._addresses[peer], link)
+            self._streams.dial(address, link)
         return connection
 
     def link_from(self, peer: str) -> Link:
@@ -124,12 +127,13 @@ class Fabric:
 
     def add_address(self, peer: str, address: str) -> None:
         """Dials a peer over gRPC at an address from now on, or with none through this host's directory again."""
+        if address:
+            self._remote()
         with self._lock:
-            if not address:
+            if address:
+                self._addresses[peer] = address
+            else:
                 self._addresses.pop(peer, None)
-                return
-            self._addresses[peer] = address
-        self._remote()
 
     def listen(self, address: str) -> str:
         """Listens over gRPC too; returns the address bound."""

@@ -17,6 +17,7 @@ from m2flow.comm._parking import Parking
 from m2flow.comm._references import Reference, is_reference, referenced
 from m2flow.comm._tree import Bytes
 from m2flow.comm._views import Filter
+from m2flow.comm.errors import CommError
 from m2flow.comm.payload import encode, has_pickle
 from m2flow.proto.comm.v1 import comm_pb2
 
@@ -42,14 +43,18 @@ class Passed:
 
     def give(self, reader: Connection) -> bytes | comm_pb2.Block:
         """Returns what stands for the payload to a reader, whom its block is lent to where it can map it."""
-        if not reader.link.passes_fds:
-            # A copy: the block may be used again before all of it is sent.
-            return reader.pass_on(self._mapped.bytes_of(self._block).tobytes())
-        with _counting:
-            self._holds += 1
-        # A block has the same name at every end.
-        reader.lend(self._block, self._mapped, self._let_go)
-        return self._message
+        if reader.link.passes_fds:
+            with _counting:
+                self._holds += 1
+            try:
+                # A block has the same name at every end.
+                reader.lend(self._block, self._mapped, self._let_go)
+                return self._message
+            except CommError:
+                # No descriptor is left to lend it by.
+                self._let_go(False)
+        # A copy: the block may be used again before all of it is sent.
+        return reader.pass_on(self._mapped.bytes_of(self._block).tobytes())
 
     def _let_go(self, abandoned: bool) -> None:
         with _counting:

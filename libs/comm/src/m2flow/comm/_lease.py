@@ -169,18 +169,34 @@ class Asked:
     def _give_back(self, done: Reply) -> None:
         if done.error() is not None:
             return
-        leases = self._leases(comm_pb2.ChannelResponse.FromString(done.result()))
-        if leases:
-            ack = comm_pb2.AckRequest(leases=[lease.number for lease in leases], give_back=True)
-            request = comm_pb2.ChannelRequest(channel=self._channel, ack=ack)
-            self._connection.send(Kind.CHANNEL, 0, request.SerializeToString())
+        response = comm_pb2.ChannelResponse.FromString(done.result())
+        # Those that cannot be opened have gone back by themselves.
+        with contextlib.suppress(CommError):
+            if self._leases(response):
+                self._return(response.items.leases)
+
+    def _return(self, leases: Sequence[int]) -> None:
+        ack = comm_pb2.AckRequest(leases=leases, give_back=True)
+        request = comm_pb2.ChannelRequest(channel=self._channel, ack=ack)
+        self._connection.send(Kind.CHANNEL, 0, request.SerializeToString())
 
     def _leases(self, response: comm_pb2.ChannelResponse) -> list[Lease]:
         if not response.HasField("items"):
             return []
         connection = self._connection
         unpickles, device = connection.unpickles, self._device
-        return [Lease(connection, unpickles, device, *row) for row in rows(response.items)]
+        leases: list[Lease] = []
+        refused: CommError | None = None
+        for row in rows(response.items):
+            try:
+                leases.append(Lease(connection, unpickles, device, *row))
+            except CommError as error:
+                refused = error
+        if refused is not None:
+            # One cannot be opened here: all go back, for another consumer or another try.
+            self._return(response.items.leases)
+            raise refused
+        return leases
 
     def _parse(self, body: bytes) -> comm_pb2.ChannelResponse:
         response = comm_pb2.ChannelResponse.FromString(body)

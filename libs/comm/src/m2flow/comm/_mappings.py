@@ -5,6 +5,7 @@ owner can use it again. Reports are collected here and sent by the io thread: a 
 even inside a lock.
 """
 
+import fcntl
 import mmap
 import os
 import threading
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from m2flow.comm._tree import Bytes
-from m2flow.comm.errors import CommError
+from m2flow.comm.errors import PayloadError, system_refuses
 
 
 class BlockRef(NamedTuple):
@@ -29,7 +30,8 @@ class BlockRef(NamedTuple):
 class Mapped:
     """A segment of another process: its descriptor, to be passed on, and its mapping, made when it is first read.
 
-    `on_gone(id)` is called when nothing here refers to it any more, perhaps by a finaliser.
+    `on_gone(id)` is called when nothing here refers to it any more, perhaps by a finaliser. Raises PayloadError for a
+    descriptor of less than `size_bytes`, or of what could be cut shorter: reading beyond its end would kill the reader.
     """
 
     def __init__(self, segment: int, fd: int, size_bytes: int, on_gone: Callable[[int], None]) -> None:
@@ -39,23 +41,33 @@ class Mapped:
         self.size_bytes = size_bytes
         self._lock = threading.Lock()
         self._bytes: Bytes | None = None
+        found_bytes = os.fstat(fd).st_size
+        if not 0 < size_bytes <= found_bytes or not _is_sealed(fd):
+            raise PayloadError(
+                f"got a segment of {found_bytes} bytes, want {size_bytes} or more that are sealed against shrinking"
+            )
 
     def bytes_of(self, block: BlockRef) -> Bytes:
-        """Returns the bytes of a block, in place; raises CommError where the segment is shorter than was said."""
-        if block.offset_bytes + block.size_bytes > self.size_bytes:
-            raise CommError(f"got block {block}, want it inside the {self.size_bytes} bytes of its segment")
+        """Returns the bytes of a block that lies in it, in place; raises CommError where it cannot be mapped."""
         with self._lock:
             if self._bytes is None:
-                if os.fstat(self.fd).st_size < self.size_bytes:
-                    raise CommError(
-                        f"segment {self.id:x} is shorter than the {self.size_bytes} bytes that were announced"
-                    )
-                self._bytes = np.frombuffer(mmap.mmap(self.fd, self.size_bytes), np.uint8)
+                try:
+                    self._bytes = np.frombuffer(mmap.mmap(self.fd, self.size_bytes), np.uint8)
+                except OSError as error:
+                    raise system_refuses("map shared memory", error) from error
         return self._bytes[block.offset_bytes : block.offset_bytes + block.size_bytes]
 
     def __del__(self) -> None:
         os.close(self.fd)
         self._on_gone(self.id)
+
+
+def _is_sealed(fd: int) -> bool:
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        # No memory file at all.
+        return False
 
 
 class Hold:

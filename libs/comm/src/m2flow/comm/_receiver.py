@@ -1,5 +1,6 @@
 """What arrives on a Unix socket, cut into frames, with the descriptors that came beside them."""
 
+import errno
 import os
 import socket
 from collections import deque
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 
 from m2flow.comm import _frames
 from m2flow.comm._frames import HEADER, Kind, Limits, ProtocolError
-from m2flow.comm.errors import CommError
+from m2flow.comm.errors import CommError, system_refuses
 
 _BUFFER_BYTES = 256 << 10
 _MAX_FDS = 64
@@ -35,10 +36,15 @@ class Receiver:
             return False
         except OSError as error:
             raise CommError(f"its connection failed: {error}") from error
+        taken = 0
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                self._fds.extend(memoryview(data[: len(data) // 4 * 4]).cast("i"))
+                taken = len(data) // 4
+                self._fds.extend(memoryview(data[: taken * 4]).cast("i"))
         if flags & _CUT_SHORT:
+            if taken < _MAX_FDS:
+                # The kernel has dropped one for want of a number to give it here.
+                raise system_refuses("take its shared memory", OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
             raise ProtocolError(f"got more than {_MAX_FDS} descriptors at once")
         if not size:
             raise CommError("its connection closed without a goodbye")

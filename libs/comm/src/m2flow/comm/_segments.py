@@ -5,9 +5,11 @@ descriptor or its mapping is gone, however that process ended. Fresh pages cost 
 to its pool when its last reader has let go, and the pool hands out the slot that came back last.
 
 Slots of one size share a segment of 64 MiB (a segment's pages cost nothing until they are touched); larger payloads
-have a segment each. That keeps the descriptors few, however many payloads wait.
+have a segment each. That keeps the descriptors few, however many payloads wait. When the quota is used up, the pages of
+all that is not in use go back to the system.
 """
 
+import fcntl
 import mmap
 import os
 import threading
@@ -19,11 +21,13 @@ import numpy as np
 
 from m2flow.comm import _torch
 from m2flow.comm._tree import Bytes
-from m2flow.comm.errors import CommError
+from m2flow.comm.errors import CommError, system_refuses
 
 MIN_SLOT_BYTES = 64 << 10
 SLAB_BYTES = 64 << 20
 LARGEST_SHARED_SLOT_BYTES = 16 << 20
+# What whoever maps a segment can rely on: it is as long as it was, for ever.
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Segment:
@@ -32,15 +36,35 @@ class Segment:
     def __init__(self, size_bytes: int) -> None:
         self.id = int.from_bytes(os.urandom(8), "little")
         self.size_bytes = size_bytes
-        self.fd = os.memfd_create(f"m2flow-{self.id:x}", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, size_bytes)
-        self.map = mmap.mmap(self.fd, size_bytes)
-        self.bytes: Bytes = np.frombuffer(self.map, np.uint8)
         # A reader may still map it where nobody can say when it lets go: its slots are never used again.
         self.abandoned = False
         self.slots_in_use = 0
         self.cut_bytes = 0
+        # Of slots that have ended and keep their memory until the segment is gone.
+        self.kept_bytes = 0
         self._pinned: bool | None = None
+        self.fd = -1
+        try:
+            self.fd = os.memfd_create(f"m2flow-{self.id:x}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, size_bytes)
+            # A reader touches what it was told is there: nobody may cut it off.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+            self._map = mmap.mmap(self.fd, size_bytes)
+        except OSError as error:
+            raise system_refuses("make shared memory", error) from error
+        self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
+
+    @property
+    def pinned(self) -> bool:
+        """Says whether its memory has to stay where it is, for a GPU."""
+        return bool(self._pinned)
+
+    def give_pages_back(self, offset_bytes: int, size_bytes: int) -> None:
+        """Frees the memory of a part, which costs nothing until it is written again."""
+        start = -(-offset_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (offset_bytes + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < end:
+            self._map.madvise(mmap.MADV_REMOVE, start, end - start)
 
     def pin(self) -> None:
         """Pins the segment for copies from a GPU, once; where CUDA refuses, such copies are slower and as right."""
@@ -50,19 +74,22 @@ class Segment:
     def __del__(self) -> None:
         if self._pinned:
             _torch.unpin(self.bytes)
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)
 
 
 class Slot:
     """A part of a segment that holds one payload, for as long as somebody holds the slot."""
 
-    __slots__ = ("holds", "offset_bytes", "segment", "size_bytes")
+    __slots__ = ("abandoned", "holds", "offset_bytes", "segment", "size_bytes")
 
     def __init__(self, segment: Segment, offset_bytes: int, size_bytes: int) -> None:
         self.segment = segment
         self.offset_bytes = offset_bytes
         self.size_bytes = size_bytes
         self.holds = 0
+        # Somebody may read it for ever.
+        self.abandoned = False
 
     def view(self, size_bytes: int) -> Bytes:
         """Returns the first `size_bytes` of the slot, shape [size_bytes] uint8."""
@@ -76,6 +103,8 @@ class Pool:
         self.quota_bytes = quota_bytes
         self._on_retire = on_retire
         self._free: defaultdict[int, list[Slot]] = defaultdict(list)
+        # Free slots whose memory went back to the system, in segments of which others are in use.
+        self._cold: defaultdict[int, list[Slot]] = defaultdict(list)
         # The segment of each size that slots are still being cut from.
         self._slabs: dict[int, Segment] = {}
         self._used_bytes = 0
@@ -91,7 +120,7 @@ class Pool:
         """Returns a slot of at least `size_bytes`, held once.
 
         Waits for slots to come back while the quota is used up. Raises CommError when the payload alone exceeds the
-        quota, TimeoutError when nothing came back in time.
+        quota or the system refuses a segment, TimeoutError when nothing came back in time.
         """
         size = _slot_bytes(size_bytes)
         if size > self.quota_bytes:
@@ -118,23 +147,26 @@ class Pool:
         """Ends one hold; the last one gives the slot back. `abandoned`: somebody may still read it, for ever."""
         with self._room:
             segment = slot.segment
+            slot.abandoned |= abandoned
             if abandoned and not segment.abandoned:
                 segment.abandoned = True
-                self._drop_free_of(segment)
+                _taken_out(self._cold, segment)
+                for free in _taken_out(self._free, segment):
+                    self._end(free)
             slot.holds -= 1
             if slot.holds:
                 return
             segment.slots_in_use -= 1
-            if segment.abandoned:
-                self._used_bytes -= slot.size_bytes
-                if not segment.slots_in_use:
-                    self._on_retire(segment.id)
-            else:
+            if not segment.abandoned:
                 self._free[slot.size_bytes].append(slot)
+            else:
+                self._end(slot)
+                if not segment.slots_in_use:
+                    self._drop(segment)
             self._room.notify_all()
 
     def trim(self) -> None:
-        """Gives the memory of all unused segments back to the system."""
+        """Gives the memory of all that is not in use back to the system."""
         with self._room:
             self._drop_unused()
 
@@ -144,7 +176,11 @@ class Pool:
         return self._used_bytes + size <= self.quota_bytes
 
     def _cut(self, size: int) -> Slot:
+        slot = self._cold[size].pop() if self._cold[size] else self._new(size)
         self._used_bytes += size
+        return slot
+
+    def _new(self, size: int) -> Slot:
         if size > LARGEST_SHARED_SLOT_BYTES:
             return Slot(Segment(size), 0, size)
         slab = self._slabs.get(size)
@@ -156,16 +192,37 @@ class Pool:
     def _drop_unused(self) -> None:
         for segment in {slot.segment for slots in self._free.values() for slot in slots}:
             if not segment.slots_in_use:
-                self._drop_free_of(segment)
-                self._on_retire(segment.id)
+                self._drop(segment)
+            elif not segment.pinned:
+                for slot in _taken_out(self._free, segment):
+                    self._end(slot)
+                    self._cold[slot.size_bytes].append(slot)
 
-    def _drop_free_of(self, segment: Segment) -> None:
-        for size, slots in self._free.items():
-            kept = [slot for slot in slots if slot.segment is not segment]
-            self._used_bytes -= size * (len(slots) - len(kept))
-            slots[:] = kept
-            if self._slabs.get(size) is segment:
-                del self._slabs[size]
+    def _end(self, slot: Slot) -> None:
+        """Frees the memory of a slot that is not in use: at once where nobody may read it, else with its segment."""
+        segment = slot.segment
+        if slot.abandoned or segment.pinned:
+            segment.kept_bytes += slot.size_bytes
+        else:
+            segment.give_pages_back(slot.offset_bytes, slot.size_bytes)
+            self._used_bytes -= slot.size_bytes
+
+    def _drop(self, segment: Segment) -> None:
+        """Frees the memory of a segment of which no slot is in use."""
+        _taken_out(self._cold, segment)
+        free = _taken_out(self._free, segment)
+        self._used_bytes -= segment.kept_bytes + sum(slot.size_bytes for slot in free)
+        self._slabs = {size: slab for size, slab in self._slabs.items() if slab is not segment}
+        self._on_retire(segment.id)
+
+
+def _taken_out(slots_by_size: dict[int, list[Slot]], segment: Segment) -> list[Slot]:
+    """Takes the slots of a segment out; returns them."""
+    taken: list[Slot] = []
+    for slots in slots_by_size.values():
+        taken += [slot for slot in slots if slot.segment is segment]
+        slots[:] = [slot for slot in slots if slot.segment is not segment]
+    return taken
 
 
 def _slot_bytes(size: int) -> int:

@@ -11,9 +11,17 @@
 `IterationEnded` stands apart: it is how a consumer learns that an iteration is complete, not a failure.
 """
 
+import errno
+
 
 class CommError(Exception):
     """Base of everything that m2flow.comm raises."""
+
+
+def system_refuses(doing: str, error: OSError) -> CommError:
+    """Returns the error for what the operating system refuses, mostly for want of descriptors."""
+    remedy = ": raise the limit of open files (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+    return CommError(f"cannot {doing}: {error.strerror}{remedy}")
 
 
 class PayloadError(CommError):

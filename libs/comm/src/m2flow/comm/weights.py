@@ -19,7 +19,7 @@ import numpy as np
 from m2flow.comm import _torch
 from m2flow.comm._calls import Lend, Request
 from m2flow.comm._changes import changes
-from m2flow.comm._segments import Pool
+from m2flow.comm._segments import Pool, Slot
 from m2flow.comm.errors import PayloadError
 from m2flow.comm.payload import Tree, decode, encode
 from m2flow.comm.resharding import Box, Shard
@@ -37,15 +37,32 @@ class StagedWeights(NamedTuple):
     digest_seconds: float
 
 
+class _Staged(NamedTuple):
+    """A version in shared memory, as a payload."""
+
+    slot: Slot
+    size_bytes: int
+
+
+class _Awaited(NamedTuple):
+    """A request for a version that is yet to be staged."""
+
+    version: int
+    read: Callable[[Tree], Tree] | None
+    answer: "Future[Lend]"
+
+
 class WeightStore:
     """The versions that this process offers, the last two of each name."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._staged: dict[str, dict[int, Lend]] = {}
+        self._staged: dict[str, dict[int, _Staged]] = {}
         self._offered: dict[tuple[str, int], Tree] = {}
         self._num_staged: Counter[str] = Counter()
-        self._awaited: dict[tuple[str, int], list[Future[Any]]] = {}
+        # By name: the newest version there has been, and who waits for a newer one.
+        self._newest: dict[str, int] = {}
+        self._awaited: dict[str, list[_Awaited]] = {}
         self._lock = threading.Lock()
 
     def stage(self, name: str, version: int, weights: Mapping[str, Tree]) -> StagedWeights:
@@ -61,14 +78,21 @@ class WeightStore:
         digested = time.monotonic()
         payload = encode({"digests": digests, "layout": layout, "weights": arrays})
         self._withdraw(name, version)
-        slot = self._pool.take(payload.size_bytes)
-        payload.write_into(slot.view(payload.size_bytes))
-        staged = Lend(slot, payload.size_bytes)
+        staged = _Staged(self._pool.take(payload.size_bytes), payload.size_bytes)
+        payload.write_into(staged.slot.view(payload.size_bytes))
         with self._lock:
             self._staged.setdefault(name, {})[version] = staged
-            waiting = self._awaited.pop((name, version), [])
-        for future in waiting:
-            future.set_result(staged)
+            self._newest[name] = version
+            awaited = self._awaited.pop(name, [])
+            if later := [waiting for waiting in awaited if waiting.version > version]:
+                self._awaited[name] = later
+            lent = [(waiting, self._lend(staged, waiting.read)) for waiting in awaited if waiting.version == version]
+        for waiting, lend in lent:
+            waiting.answer.set_result(lend)
+        for waiting in awaited:
+            if waiting.version < version:
+                # Passed over: it does not come any more.
+                waiting.answer.set_exception(self._withdrawn(name, waiting.version))
         return StagedWeights(payload.size_bytes, time.monotonic() - digested, digested - started)
 
     def offer(self, name: str, version: int, weights: Mapping[str, Tree]) -> None:
@@ -110,19 +134,15 @@ class WeightStore:
         offered = self._offered.get((name, version))
         if offered is not None:
             return offered["layout"] if request.method == "layout" else self._slices(name, offered, *slices)
-        staged = self._find(name, version)
 
-        def read(found: Lend) -> Tree:
-            tree = decode(found.slot.view(found.size_bytes))
+        def read(tree: Tree) -> Tree:
             if request.method == "layout":
                 return tree["layout"]
             if request.method == "digests":
                 return {key: digest(value) for key, value in tree["weights"].items()}
             return self._slices(name, tree, *slices)
 
-        if request.method == "fetch":
-            return staged
-        return read(staged) if isinstance(staged, Lend) else _then(staged, read)
+        return self._find(name, version, None if request.method == "fetch" else read)
 
     def _slices(
         self,
@@ -154,23 +174,34 @@ class WeightStore:
             if older is not None:
                 self._pool.let_go(older.slot)
 
-    def _find(self, name: str, version: int) -> "Lend | Future[Any]":
+    def _find(self, name: str, version: int, read: Callable[[Tree], Tree] | None) -> "Lend | Future[Lend]":
         with self._lock:
-            versions = self._staged.get(name, {})
-            if version in versions:
-                return versions[version]
-            if versions and version < max(versions):
-                raise ValueError(f"weights {name!r} version {version} are withdrawn, want one of {sorted(versions)}")
-            future: Future[Any] = Future()
-            self._awaited.setdefault((name, version), []).append(future)
-            return future
+            staged = self._staged.get(name, {}).get(version)
+            if staged is not None:
+                return self._lend(staged, read)
+            if version <= self._newest.get(name, version - 1):
+                raise self._withdrawn(name, version)
+            waiting = _Awaited(version, read, Future())
+            self._awaited.setdefault(name, []).append(waiting)
+            return waiting.answer
+
+    def _lend(self, staged: _Staged, read: Callable[[Tree], Tree] | None) -> Lend:
+        """Returns an answer that holds the slot, before anybody can withdraw the version."""
+        self._pool.hold(staged.slot)
+        return Lend(*staged, self._pool.let_go, read)
+
+    def _withdrawn(self, name: str, version: int) -> ValueError:
+        staged = sorted(self._staged.get(name, ()))
+        wanted = f"one of {staged}" if staged else f"one after {self._newest[name]}"
+        return ValueError(f"weights {name!r} version {version} are withdrawn, want {wanted}")
 
     def _withdraw(self, name: str, version: int) -> None:
         """Makes room for a version: one older stays, for readers that are behind by one."""
         with self._lock:
+            newest = self._newest.get(name, version - 1)
+            if version <= newest:
+                raise ValueError(f"weights {name!r}: got version {version}, want more than the staged {newest}")
             versions = self._staged.get(name, {})
-            if versions and version <= max(versions):
-                raise ValueError(f"weights {name!r}: got version {version}, want more than the staged {max(versions)}")
             old = [versions.pop(stale) for stale in sorted(versions)[: 1 - _KEPT_VERSIONS]]
         for staged in old:
             self._pool.let_go(staged.slot)
@@ -225,20 +256,6 @@ def _layout(value: Tree) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, .
         raise PayloadError(f"got a {type(value).__name__} among weights, want arrays and tensors only")
     shape = tuple(value.shape)
     return (0,) * len(shape), shape, shape
-
-
-def _then(future: "Future[Any]", change: Callable[[Any], Any]) -> "Future[Any]":
-    """Returns the future of what a future's result is changed into."""
-    changed: Future[Any] = Future()
-
-    def done(finished: "Future[Any]") -> None:
-        try:
-            changed.set_result(change(finished.result()))
-        except Exception as error:
-            changed.set_exception(error)
-
-    future.add_done_callback(done)
-    return changed
 
 
 def digest(value: Tree) -> int:

@@ -1,6 +1,7 @@
 """Completion curves: when the j-th chunk of a stage that emits as it finishes is out."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched._table import Floats
 from m2flow.sched.errors import InputError
 
-_KNOTS = 32  # of a measured curve
+KNOTS = 128  # of a measured curve
 AT_ONCE = 0.95  # a stage whose first half of the items comes no sooner than this gives them all at its end
 
 
@@ -23,11 +24,47 @@ def completion_curve(stage: str, spans: Sequence[flow_pb2.Span], devices: int) -
         return None
     start, end = min(s.start_ns for s in spans), max(s.end_ns for s in spans)
     out = np.sort(np.concatenate([np.array(s.output_after_ns) + (s.start_ns - start) for s in spans]))
-    done = np.unique(np.ceil(np.linspace(0, 1, _KNOTS + 1)[1:] * len(out))) / len(out)
-    times = np.minimum(out[np.ceil(done * len(out) - 1e-9).astype(int) - 1] / max(end - start, 1), 1.0)
+    whole = np.sort(np.concatenate([np.array(_whole(s)) + (s.start_ns - start) for s in spans]))
+    done = np.unique(np.ceil(np.linspace(0, 1, KNOTS + 1)[1:] * len(out))) / len(out)
+    moments = out[np.ceil(done * len(out) - 1e-9).astype(int) - 1]
+    times = np.minimum(moments / max(end - start, 1), 1.0)
     if np.interp(0.5, done, times) >= AT_ONCE:
         return None
-    return sched_pb2.CompletionCurve(stage=stage, time_fraction=times, item_fraction=done, devices=devices)
+    curve = sched_pb2.CompletionCurve(stage=stage, time_fraction=times, item_fraction=done, devices=devices)
+    if len(whole) < len(out):
+        curve.group_fraction.extend(np.searchsorted(whole, moments, side="right") / len(whole))
+    return curve
+
+
+def _whole(span: flow_pb2.Span) -> list[int]:
+    """When all that came of each input was out; of each output alone, where the span does not say what it came of."""
+    if not span.inputs or len(span.outputs) != len(span.output_after_ns):
+        return list(span.output_after_ns)
+    depth = len(_seq(span.inputs[0]))
+    last: dict[tuple[str, ...], int] = {}
+    for name, after in zip(span.outputs, span.output_after_ns, strict=True):
+        place = _seq(name)[:depth]
+        last[place] = max(after, last.get(place, 0))
+    return list(last.values())
+
+
+def _seq(name: str) -> tuple[str, ...]:
+    return tuple(name.rpartition(":")[2].split("."))
+
+
+def items_for_groups(curve: sched_pb2.CompletionCurve) -> Callable[[float], float]:
+    """The fraction of the items that has to be out, in the order of the curve, for a fraction of whole groups.
+
+    Raises:
+        InputError: the curve has not as many group fractions as of items, or they fall or leave [0, 1].
+    """
+    groups, items = np.array([0.0, *curve.group_fraction]), np.array([0.0, *curve.item_fraction])
+    if len(groups) != len(items) or (np.diff(groups) < 0).any() or groups[-1] > 1:
+        raise InputError(
+            f"completion curve of {curve.stage!r} has {len(groups) - 1} group fractions for {len(items) - 1} item "
+            "fractions, want as many, rising within [0, 1]: give one for each, or none"
+        )
+    return cache(lambda fraction: float(np.interp(fraction - 1e-9, groups, items)))
 
 
 def nearest(

@@ -1,12 +1,13 @@
 """The discrete-event run of an execution plan: chunks, turns, switches, tails and publications on a clock.
 
 It knows nothing of the plan's tree and shares no formula with the closed form: stages take chunks of their
-granularity when input, room and devices are there; groups that share devices take turns by (iteration, position);
-an offloaded group pays onload and offload in each turn; a long-tailed stage lets its items out along its curve.
+granularity, or each of their ranks its share of one, when input, room and devices are there; groups that share
+devices take turns by (iteration, position); an offloaded group pays onload and offload in each turn; a long-tailed
+stage lets its items out along its curve.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,15 +21,17 @@ class Task:
     Args:
         name: For the record.
         devices: Ids that it occupies while it runs.
-        chunks: Number of chunks in an iteration.
+        chunks: Number of chunks in an iteration: of a group in lanes, of shares that a lane takes.
         fraction: Of the iteration's items in one chunk; the last chunk may be smaller.
         position: In the order of turns.
         hold: Keeps its devices until its iteration ends.
         onload_s, offload_s: Paid at the start and the end of every turn.
         needs: Producers as (task, whether all of the iteration must have arrived).
+        gathers: By producer whose items are gathered on the way, the fraction of them that a fraction of groups takes.
         room: For consumers with a bounded edge: (task, fraction of the iteration that the edge holds).
         seconds: Of a chunk of a fraction of the iteration, given the names running beside it.
         emits: Fractions of the chunk's time at which the j-th of len(emits) equal parts is out; empty: at its end.
+        lanes: Chunks that it works on at once, one a rank; each rank pays the onload of its own.
     """
 
     name: str
@@ -43,12 +46,15 @@ class Task:
     room: tuple[tuple[int, float], ...]
     seconds: Callable[[float, frozenset[str]], float]
     emits: Sequence[float] = ()
+    gathers: Mapping[int, Callable[[float], float]] = field(default_factory=dict)
+    lanes: int = 1
 
 
 class Event(NamedTuple):
-    """Something that a task did: "onload", "busy" or "offload"."""
+    """Something that a lane of a task did, "onload" or "busy", or all of them: "offload"."""
 
     task: int
+    lane: int
     kind: str
     start_s: float
     end_s: float
@@ -61,9 +67,10 @@ class _State:
     iteration: int = 0
     started: int = 0
     done: int = 0
-    running: bool = False
+    running: set[int] = field(default_factory=set)  # lanes at work
+    loaded: set[int] = field(default_factory=set)
     holds: bool = False
-    loaded: bool = False
+    leaving: bool = False
     out: dict[int, float] = field(default_factory=dict)  # by iteration: the fraction that has come out
     taken: dict[int, float] = field(default_factory=dict)  # by iteration: the fraction of the input that was taken
 
@@ -126,23 +133,29 @@ class Clockwork:
         if self._in_flight > 1:
             order = sorted(order, key=lambda i: (self._states[i].iteration, self._tasks[i].position))
         for index in order:
-            state = self._states[index]
-            if state.running or state.iteration >= self._iterations or not self._ready(index):
-                continue
-            if not state.holds:
-                if any(self._states[other].holds for other in self._conflicts[index]):
-                    continue
-                state.holds = True
-            self._start(index)
+            while self._free(index) and self._ready(index):
+                self._states[index].holds = True
+                self._start(index)
+
+    def _free(self, index: int) -> bool:
+        """Whether a lane, a chunk and the devices are there."""
+        state, task = self._states[index], self._tasks[index]
+        if state.leaving or len(state.running) == task.lanes or state.started == task.chunks:
+            return False
+        if state.iteration >= self._iterations:
+            return False
+        return state.holds or not any(self._states[other].holds for other in self._conflicts[index])
 
     def _ready(self, index: int) -> bool:
+        """Whether input and room for the next chunk are there."""
         state, task = self._states[index], self._tasks[index]
         if state.iteration >= self._in_flight and self._finished[state.iteration - self._in_flight] < len(self._tasks):
             return False
         wanted = min(1.0, (state.started + 1) * task.fraction)
         for producer, whole in task.needs:
             out = self._states[producer].out.get(state.iteration, 0.0)
-            if out < (1.0 if whole else wanted) - _EPS:
+            needed = task.gathers[producer](wanted) if producer in task.gathers else wanted
+            if out < (1.0 if whole else needed) - _EPS:
                 return False
         ahead = state.started * task.fraction
         for consumer, room in task.room:
@@ -153,24 +166,25 @@ class Clockwork:
 
     def _start(self, index: int) -> None:
         state, task = self._states[index], self._tasks[index]
-        state.running = True
         part = min(1.0, (state.started + 1) * task.fraction) - state.started * task.fraction
         state.started += 1
         state.taken[state.iteration] = min(1.0, state.started * task.fraction)
         begin = self._now
-        if not state.loaded and task.onload_s:
-            self._note(index, "onload", begin, begin + task.onload_s, 0.0)
+        lane = next(number for number in range(task.lanes) if number not in state.running)
+        if lane not in state.loaded and task.onload_s:
+            self._note(index, lane, "onload", begin, begin + task.onload_s, 0.0)
             begin += task.onload_s
-        state.loaded = True
+        state.loaded.add(lane)
+        state.running.add(lane)
         beside: frozenset[str] = frozenset()
         if self._neighbours:
             others = zip(self._tasks, self._states, strict=True)
             beside = frozenset(t.name for t, s in others if s.running and t is not task)
         seconds = task.seconds(part, beside)
-        self._note(index, "busy", begin, begin + seconds, part)
+        self._note(index, lane, "busy", begin, begin + seconds, part)
         for j, moment in enumerate(task.emits[:-1], start=1):
             self._at(begin + moment * seconds, self._emission(state, j / len(task.emits)))
-        self._at(begin + seconds, lambda now: self._end(index, now))
+        self._at(begin + seconds, lambda now: self._end(index, lane, now))
 
     @staticmethod
     def _emission(state: _State, fraction: float) -> Callable[[float], None]:
@@ -181,30 +195,31 @@ class Clockwork:
 
         return emit
 
-    def _end(self, index: int, now: float) -> None:
+    def _end(self, index: int, lane: int, now: float) -> None:
         state, task = self._states[index], self._tasks[index]
         state.done += 1
+        state.running.remove(lane)
         over = state.done == task.chunks
         state.out[state.iteration] = 1.0 if over else state.done * task.fraction
-        release = over or not task.hold
-        if release and task.offload_s:
-            self._note(index, "offload", now, now + task.offload_s, 0.0)
+        if state.running or (task.hold and not over):
+            return
+        if task.offload_s:
+            state.leaving = True
+            self._note(index, 0, "offload", now, now + task.offload_s, 0.0)
             self._at(now + task.offload_s, lambda _: self._release(index, over))
-        elif release:
-            self._release(index, over)
         else:
-            state.running = False
+            self._release(index, over)
 
     def _release(self, index: int, over: bool) -> None:
         state = self._states[index]
-        state.holds = state.running = False
-        state.loaded = False
+        state.holds = state.leaving = False
+        state.loaded.clear()
         if over:
             self._finished[state.iteration] += 1
             if self._finished[state.iteration] == len(self._tasks):
                 self.ends[state.iteration] = self._now
             state.iteration, state.started, state.done = state.iteration + 1, 0, 0
 
-    def _note(self, index: int, kind: str, start: float, end: float, fraction: float) -> None:
+    def _note(self, index: int, lane: int, kind: str, start: float, end: float, fraction: float) -> None:
         if self._record:
-            self.events.append(Event(index, kind, start, end, self._states[index].iteration, fraction))
+            self.events.append(Event(index, lane, kind, start, end, self._states[index].iteration, fraction))

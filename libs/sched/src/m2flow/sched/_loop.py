@@ -32,7 +32,7 @@ class Part:
         hold: Keeps its devices from call to call, as long as there is work.
         onload_s, offload_s: Paid whenever a rank comes to its devices, and leaves them.
         hand_off_s: From the end of a call until the next one begins, where items are there.
-        seconds: Of one call of the whole group, every rank with so many items.
+        seconds: Of one call of the whole group, every rank with so many items: more than 0.
         emits: For a call of n items the fractions of its time at which they are out, ascending.
         passes: How often each item goes through, by place in source order; empty: once a round.
         relative: How long each item takes against the mean, where items run side by side; empty: `emits` says when.

@@ -133,7 +133,8 @@ def _add_edges(model: Model, candidate: Candidate, plan: flow_pb2.ExecutionPlan)
 
     Where turns are a chunk long, an edge inside holds one chunk, so that the producer yields, and an edge from an
     earlier layer as many as there are layers between and one, so that the one of two consumers that comes first does
-    not take all. The feedback of a cycle holds the chunk that goes round.
+    not take all. Where items meet others on the way there is no bound: those that wait for others would fill it. The
+    feedback of a cycle holds the chunk that goes round.
     """
     by_chunk, layer_of = {}, _layers(candidate.tree)
     leaf_of: dict[str, Leaf] = {}
@@ -144,13 +145,13 @@ def _add_edges(model: Model, candidate: Candidate, plan: flow_pb2.ExecutionPlan)
             by_chunk.update(dict.fromkeys(stages, leaf))
     sources = work_sources(model.workflow)
     for stream in model.workflow.graph.streams:
-        capacity, consumer = 0, by_chunk.get(stream.consumer)
-        volume = model.workflow.volumes[stream.consumer]
-        producers = [leaf_of[p] for p in sources[stream.producer] if p in leaf_of]
+        capacity, volume = 0, model.workflow.volumes[stream.consumer]
+        producer, consumer = leaf_of.get(stream.producer), by_chunk.get(stream.consumer)
         if stream.feedback:
-            capacity = ceil(volume / producers[0].chunks - 1e-9)
-        elif consumer is not None and producers and all(p.chunks == consumer.chunks for p in producers):
-            between = max(layer_of[consumer.node] - layer_of[p.node] for p in producers)
+            head = leaf_of[min(sources[stream.producer])]
+            capacity = ceil(volume / head.chunks - 1e-9)
+        elif producer is not None and consumer is not None and producer.chunks == consumer.chunks:
+            between = layer_of[consumer.node] - layer_of[producer.node]
             capacity = max(1, ceil(volume / consumer.chunks - 1e-9)) * (1 if between == 0 else between + 1)
         plan.edges.add(producer=stream.producer, consumer=stream.consumer, capacity=capacity)
 

@@ -16,12 +16,16 @@ from m2flow.sched._workflow import Node, work_sources
 from m2flow.sched.errors import InputError
 
 _EMISSIONS = 4096  # a curve lets its items out in at most so many steps
+_LANES = 16  # of more ranks several go together
+_LEAST_S = 1e-9  # of a call in a loop, as of a sample: shares of it are asked for
 _SPAN_DEVICES = 200_000  # device ids in a timeline: more would be a file that nobody opens
+_MEETS = (flow_pb2.STAGE_KIND_GATHER, flow_pb2.STAGE_KIND_JOIN, flow_pb2.STAGE_KIND_MERGE)
 _KINDS = {"busy": flow_pb2.SPAN_KIND_BUSY, "onload": flow_pb2.SPAN_KIND_ONLOAD, "offload": flow_pb2.SPAN_KIND_OFFLOAD}
 
 
 def simulate(request: sched_pb2.SimulateRequest) -> sched_pb2.SimulateResponse:
-    """Returns the iteration's seconds and its timeline; one span a chunk, as rank 0 of its group.
+    """Returns the iteration's seconds and its timeline; one span a chunk, as the rank that took it, or as rank 0 where
+    its group took it together.
 
     Args:
         request: The inputs, and the plan to run: from `plan`, or written by hand.
@@ -75,18 +79,15 @@ def _tasks(model: Model, plan: flow_pb2.ExecutionPlan) -> list[Task]:
     tasks = []
     for i, node in enumerate(workflow.nodes):
         first, fed = stages[node.stages[0]], any(e.consumer == i for e in workflow.edges)
-        volume = workflow.volumes[node.stages[0]]
-        fraction = min(1.0, _chunk(model, plan, i) / volume)
+        lanes = _lanes(model, plan, i)
+        fraction = min(1.0, _chunk(model, plan, i) / workflow.volumes[node.stages[0]]) / lanes
         chunks = max(1, ceil(1 / fraction - 1e-9))
-        steps = [_consumer_chunks(model, stages, e.consumer) for e in workflow.edges if e.producer == i]
-        pieces = min(_EMISSIONS, max(steps, default=1))
         loop = _Loop(model, plan, node) if node.cyclic else None
         emits: list[float] = []
         if loop is not None and chunks == 1:
-            emits = loop.emits(pieces)
-        elif loop is None and chunks == 1 and not fed:
-            curve = _curve.nearest(model.request.profile.curves, node.name, len(groups[node.groups[0]].device_ids))
-            emits = _curve.chunk_fractions(curve, pieces).tolist() if curve is not None else []
+            emits = loop.emits(_pieces(model, plan, i))
+        elif not fed and (curve := _curve_behind(model, plan, i)) is not None:
+            emits = _curve.chunk_fractions(curve, _pieces(model, plan, i)).tolist()
         # A loop switches in each round: that is in its seconds.
         offloaded = [g for g in node.groups if groups[g].residency == flow_pb2.RESIDENCY_OFFLOADED and loop is None]
         switches = [costs.switch_s(g) for g in offloaded]
@@ -103,8 +104,10 @@ def _tasks(model: Model, plan: flow_pb2.ExecutionPlan) -> list[Task]:
                 needs=tuple({(e.producer, e.barrier) for e in workflow.edges if e.consumer == i}),
                 # The outputs of a loop that runs as a whole wait for room one by one, not the loop for all of theirs.
                 room=() if loop is not None and chunks == 1 else _room(model, plan, i),
-                seconds=_seconds(model, plan, node) if loop is None else loop.seconds,
+                seconds=_seconds(model, plan, node, lanes) if loop is None else loop.seconds,
                 emits=emits,
+                gathers=_gathers(model, plan, i),
+                lanes=lanes,
             )
         )
     for publish in workflow.publishes:
@@ -126,9 +129,63 @@ def _chunk(model: Model, plan: flow_pb2.ExecutionPlan, number: int) -> float:
     return _in_flight(model, plan, node) or first.granularity
 
 
-def _consumer_chunks(model: Model, stages: dict[str, flow_pb2.StagePlan], node: int) -> int:
-    stage = model.workflow.nodes[node].stages[0]
-    return max(1, ceil(model.workflow.volumes[stage] / stages[stage].granularity - 1e-9))
+def _lanes(model: Model, plan: flow_pb2.ExecutionPlan, number: int) -> int:
+    """How many of a node's ranks take items as they come, each a share of the chunk, from one queue; 1 where the group
+    takes chunks together: all that it has is there when it begins, or items have a rank of their own, since they meet
+    others or keep an order. Of many ranks some are as one."""
+    workflow, node = model.workflow, model.workflow.nodes[number]
+    stage = next(s for s in workflow.graph.stages if s.name == node.stages[0])
+    kinds = {s.name: s.kind for s in workflow.graph.stages}
+    edges = [e for e in workflow.edges if e.consumer == number]
+    meet = len(edges) > 1 or any(kinds[via] in _MEETS for e in edges for via in e.via)
+    looped = any(stage.group in n.groups for n in workflow.nodes if n.cyclic)
+    if not edges or meet or looped or stage.order_window or workflow.groups[stage.group].in_step:
+        return 1
+    num_ranks = next(g.num_ranks for g in plan.groups if g.group == stage.group) or 1
+    granularity = next(s.granularity for s in plan.stages if s.stage == stage.name)
+    if granularity >= workflow.volumes[stage.name]:
+        return 1
+    return min(_LANES, ceil(granularity / ceil(granularity / num_ranks)))
+
+
+def _pieces(model: Model, plan: flow_pb2.ExecutionPlan, number: int) -> int:
+    """In how many steps a node's items matter: the most chunks that one behind it takes them in, more for groups."""
+    stages, volumes = {s.stage: s for s in plan.stages}, model.workflow.volumes
+    steps = [1]
+    for edge in model.workflow.edges:
+        if edge.producer == number:
+            chunks = ceil(volumes[edge.stage] / stages[edge.stage].granularity - 1e-9)
+            steps.append(chunks * _lanes(model, plan, edge.consumer))
+            if number in _gathers(model, plan, edge.consumer):
+                steps.append(_curve.KNOTS)
+    return min(_EMISSIONS, max(steps))
+
+
+def _gathers(model: Model, plan: flow_pb2.ExecutionPlan, consumer: int) -> dict[int, Callable[[float], float]]:
+    """By producer whose items are gathered for this node: what fraction of them makes a fraction of the groups, as it
+    was measured where they come from."""
+    kinds = {s.name: s.kind for s in model.workflow.graph.stages}
+    found: dict[int, Callable[[float], float]] = {}
+    for edge in model.workflow.edges:
+        if edge.consumer == consumer and any(kinds[via] == flow_pb2.STAGE_KIND_GATHER for via in edge.via):
+            curve = _curve_behind(model, plan, edge.producer)
+            if curve is not None and curve.group_fraction:
+                found[edge.producer] = _curve.items_for_groups(curve)
+    return found
+
+
+def _curve_behind(model: Model, plan: flow_pb2.ExecutionPlan, number: int) -> sched_pb2.CompletionCurve | None:
+    """The curve along which a node's items come: its own, or that of the first before it which has one. A stage that
+    gets its input from another, or takes it in chunks, has none: it gives a chunk at its end."""
+    node = model.workflow.nodes[number]
+    before = [edge.producer for edge in model.workflow.edges if edge.consumer == number]
+    if before:
+        return next((found for other in before if (found := _curve_behind(model, plan, other)) is not None), None)
+    granularity = next(s.granularity for s in plan.stages if s.stage == node.stages[0])
+    if node.cyclic or granularity < model.workflow.volumes[node.stages[0]]:
+        return None
+    devices = next(len(g.device_ids) for g in plan.groups if g.group == node.groups[0])
+    return _curve.nearest(model.request.profile.curves, node.name, devices)
 
 
 def _in_flight(model: Model, plan: flow_pb2.ExecutionPlan, node: Node) -> int:
@@ -140,22 +197,26 @@ def _in_flight(model: Model, plan: flow_pb2.ExecutionPlan, node: Node) -> int:
 
 
 def _room(model: Model, plan: flow_pb2.ExecutionPlan, node: int) -> tuple[tuple[int, float], ...]:
-    """Bounded edges out of a node, through passive stages too, as the fraction of the iteration that they hold."""
+    """Bounded edges out of a node, as the fraction of the iteration that they hold. What items pass on their way, a
+    gather say, is behind the bound: it counts what the node puts."""
     workflow, capacity = model.workflow, {(e.producer, e.consumer): e.capacity for e in plan.edges}
     room = []
     for edge in workflow.edges:
         if edge.producer == node:
-            chain = [None, *edge.via, edge.stage]
-            last = chain[-2]
-            sources = [last] if last else list(workflow.nodes[node].stages)
-            held = max((capacity.get((s, edge.stage), 0) for s in sources), default=0)
+            first = edge.via[0] if edge.via else edge.stage
+            held = max(capacity.get((stage, first), 0) for stage in workflow.nodes[node].stages)
             if held:
-                room.append((edge.consumer, held / workflow.volumes[edge.stage]))
+                room.append((edge.consumer, held / workflow.volumes[first]))
     return tuple(room)
 
 
-def _seconds(model: Model, plan: flow_pb2.ExecutionPlan, node: Node) -> Callable[[float, frozenset[str]], float]:
-    """Seconds of a chunk of a node, by its fraction of the iteration and its neighbours; remembered."""
+def _seconds(
+    model: Model, plan: flow_pb2.ExecutionPlan, node: Node, lanes: int
+) -> Callable[[float, frozenset[str]], float]:
+    """Seconds of a chunk of a node, by its fraction of the iteration and its neighbours; remembered.
+
+    A lane takes as long for its share as the group does for a chunk of such shares.
+    """
     stage, group = node.stages[0], node.groups[0]
     count = float(next(len(g.device_ids) for g in plan.groups if g.group == group))
     memo: dict[tuple[int, frozenset[str]], float] = {}
@@ -163,7 +224,7 @@ def _seconds(model: Model, plan: flow_pb2.ExecutionPlan, node: Node) -> Callable
     def seconds(fraction: float, beside: frozenset[str]) -> float:
         key = round(fraction * 1e9), beside
         if key not in memo:
-            items, neighbours = model.workflow.volumes[stage] * fraction, _stages_of(model, beside)
+            items, neighbours = model.workflow.volumes[stage] * fraction * lanes, _stages_of(model, beside)
             memo[key] = float(model.costs.stage_seconds(stage, items, np.array([count]), neighbours)[0])
         return memo[key]
 
@@ -218,7 +279,7 @@ class _Loop:
         @cache
         def seconds(items: int) -> float:
             call = model.costs.stage_seconds(stage, items * num_ranks, count, frozenset(neighbours))
-            return float(call[0]) - model.costs.hand_off_s(stage)
+            return max(float(call[0]) - model.costs.hand_off_s(stage), _LEAST_S)
 
         @cache
         def emits(items: int) -> Sequence[float]:
@@ -277,15 +338,18 @@ def _fill(
     for event in events:
         stages = nodes[event.task].stages if event.task < len(nodes) else (tasks[event.task].name,)
         for stage in stages:
-            group = group_of[stage]
+            group, devices = group_of[stage], ids[group_of[stage]]
+            if event.kind != "offload":
+                lanes = tasks[event.task].lanes
+                devices = devices[len(devices) * event.lane // lanes : len(devices) * (event.lane + 1) // lanes]
             timeline.spans.add(
                 stage=stage,
                 group=group,
-                rank=0,
+                rank=event.lane,
                 kind=_KINDS[event.kind],
                 start_ns=round(event.start_s * 1e9),
                 end_ns=round(event.end_s * 1e9),
                 iteration=event.iteration,
                 items=round(event.fraction * model.workflow.volumes[stage]),
-                device_ids=ids[group] if named else (),
+                device_ids=devices if named else (),
             )

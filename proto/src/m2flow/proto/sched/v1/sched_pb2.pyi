@@ -50,16 +50,18 @@ class Sample(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., devices: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., items: _Optional[float] = ..., tokens: _Optional[float] = ..., seconds: _Optional[float] = ..., peak_bytes: _Optional[float] = ..., beside: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CompletionCurve(_message.Message):
-    __slots__ = ("stage", "time_fraction", "item_fraction", "devices")
+    __slots__ = ("stage", "time_fraction", "item_fraction", "devices", "group_fraction")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     TIME_FRACTION_FIELD_NUMBER: _ClassVar[int]
     ITEM_FRACTION_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FRACTION_FIELD_NUMBER: _ClassVar[int]
     stage: str
     time_fraction: _containers.RepeatedScalarFieldContainer[float]
     item_fraction: _containers.RepeatedScalarFieldContainer[float]
     devices: int
-    def __init__(self, stage: _Optional[str] = ..., time_fraction: _Optional[_Iterable[float]] = ..., item_fraction: _Optional[_Iterable[float]] = ..., devices: _Optional[int] = ...) -> None: ...
+    group_fraction: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, stage: _Optional[str] = ..., time_fraction: _Optional[_Iterable[float]] = ..., item_fraction: _Optional[_Iterable[float]] = ..., devices: _Optional[int] = ..., group_fraction: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LoopItems(_message.Message):
     __slots__ = ("stage", "passes", "relative", "pulls", "one_by_one")

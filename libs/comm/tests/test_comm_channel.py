@@ -293,19 +293,20 @@ def test_a_channel_may_be_used_before_it_is_hosted(make_endpoint: Any) -> None:
 def test_what_was_asked_of_a_channel_that_is_not_hosted_yet_ends_with_who_asked(make_endpoint: Any, peer: Any) -> None:
     host, producer, consumer = make_endpoint("host"), make_endpoint("p"), make_endpoint("c")
     ask = """
-    import threading
-    channel = endpoint.channel("q", host="host")
-    threading.Thread(target=lambda: channel.%s, daemon=True).start()
-    endpoint.request("host", "asked", "")
+    import asyncio
+    async def main():
+        asking = asyncio.create_task(endpoint.channel("q", host="host").%s)
+        await asyncio.sleep(0)
+        endpoint.request("host", "asked", "")
+    asyncio.run(main())
     """
     asked = threading.Semaphore(0)
     host.handle("asked", lambda _: asked.release())
     host.on_peer_lost(lambda _: asked.release())
-    for victim in (peer("v", ask % "get()"), peer("p2", ask % "put(0)")):
-        for _ in range(1):
-            assert asked.acquire(timeout=10)
-        victim.kill()
+    for victim in (peer("v", ask % "aget()"), peer("p2", ask % "aput(0)")):
         assert asked.acquire(timeout=10)
+        victim.kill()
+        assert asked.acquire(timeout=10), "its death was not heard of"
     puts, gets = producer.channel("q", host="host"), consumer.channel("q", host="host")
     with pytest.raises(TimeoutError_, match=r"channel 'q': waited 0\.[01]\d+ s for host"):
         puts.put("too late", timeout_s=0.05)
@@ -345,7 +346,7 @@ def test_a_producer_dead_without_a_successor_is_named(make_endpoint: Any, ends: 
     victim.kill()
     lease = consumer.get(timeout_s=5)
     assert lease.item[-1] == 3.0
-    with pytest.raises(PeerLostError, match="'p2' is lost: it died before it closed channel 'q'") as caught:
+    with pytest.raises(PeerLostError, match="'p2' is lost: it was gone before it closed channel 'q'") as caught:
         consumer.get(timeout_s=5)
     assert caught.value.peer == "p2"
     host.announce_successor("q", lost="p2", successor="p3")

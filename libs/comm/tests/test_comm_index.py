@@ -99,7 +99,7 @@ class Driver:
         self.index.ack(by, asked.leases, give_back=give_back)
 
     def die(self, member: str) -> None:
-        self.index.left(member, member, lost=True)
+        self.index.left(member, member)
 
 
 def test_order_is_kept_and_a_waiting_get_is_served() -> None:
@@ -406,10 +406,10 @@ def test_the_end_of_an_earlier_life_is_no_death_of_the_next() -> None:
     q = Driver(route="by_key")
     key = next(key for key in "abcdefgh" if q.index.members.route_of(key) == "c")
     waiting = q.get()
-    q.index.left("an earlier connection", "c", lost=True)
+    q.index.left("an earlier connection", "c")
     q.put("1", key=key)
     assert waiting.ids == ["1"]
-    q.index.left("an earlier connection", "p", lost=True)
+    q.index.left("an earlier connection", "p")
     assert q.get().waits
 
 
@@ -454,11 +454,14 @@ def test_only_a_producer_can_be_followed() -> None:
     assert q.put("1", by="p2").refused == "CommError"
 
 
-def test_a_producer_that_never_put_and_says_goodbye_is_not_waited_for() -> None:
+def test_a_producer_that_is_gone_before_it_has_put_is_named_until_it_is_back() -> None:
     q = Driver()
     waiting = q.get()
-    q.index.left("p", "p", lost=False)
-    assert waiting.refused == "ChannelClosedError"
+    q.die("p")
+    assert waiting.refused == "PeerLostError"
+    q.put("1")
+    assert q.get().ids == ["1"]
+    assert q.get().waits
 
 
 def test_the_last_consumer_to_close_ends_what_waits() -> None:

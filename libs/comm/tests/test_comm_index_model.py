@@ -174,26 +174,25 @@ class ChannelMachine(RuleBasedStateMachine):
         if not give_back:
             self.acked |= {(entry.iteration, entry.id) for entry in chosen}
 
-    @rule(member=st.sampled_from(CONSUMERS), lost=st.booleans())
-    def consumer_leaves(self, member: str, lost: bool) -> None:
+    @rule(member=st.sampled_from(CONSUMERS))
+    def consumer_leaves(self, member: str) -> None:
         session = self.session(member)
         self.sessions[member] += 1
         self.held[member] = []
         self.gets = [get for get in self.gets if get.member != member]
         self.dead.add(member)
-        self.index.left(session, member, lost=lost)
+        self.index.left(session, member)
 
-    @rule(member=st.sampled_from(PRODUCERS + SPARES), lost=st.booleans())
-    def producer_leaves(self, member: str, lost: bool) -> None:
+    @rule(member=st.sampled_from(PRODUCERS + SPARES))
+    def producer_leaves(self, member: str) -> None:
         session = self.session(member)
         self.sessions[member] += 1
         for owed in self.owed_by(member):
             if len(owed.names) > 1:
                 owed.names.remove(member)
             else:
-                owed.lost |= lost
-                owed.closed |= not lost
-        self.index.left(session, member, lost=lost)
+                owed.lost = True
+        self.index.left(session, member)
 
     @rule(lost=st.sampled_from(PRODUCERS + SPARES), successor=st.sampled_from(PRODUCERS + SPARES))
     def announce_successor(self, lost: str, successor: str) -> None:

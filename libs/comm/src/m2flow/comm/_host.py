@@ -176,17 +176,17 @@ class ChannelHost:
             index.cancel(connection.session, request_id)
         self._parking.cancel(connection.session, request_id)
 
-    def on_gone(self, connection: Connection, lost: bool) -> None:
+    def on_gone(self, connection: Connection) -> None:
         """Takes note of a connection that is gone; a channel that it asked for is told when it is there."""
         session, peer = connection.session, connection.peer
         for index in list(self._indexes.values()):
-            index.left(session, peer, lost=lost)
+            index.left(session, peer)
         for name in self._parking.left(session):
-            tell = partial(self._left, name, session, peer, lost)
+            tell = partial(self._left, name, session, peer)
             self._parking.park(name, None, 0, retry=tell, expire=_nothing, withdraw=_nothing)
 
-    def _left(self, name: str, session: int, peer: str, lost: bool) -> None:
-        self._indexes[name].left(session, peer, lost=lost)
+    def _left(self, name: str, session: int, peer: str) -> None:
+        self._indexes[name].left(session, peer)
 
 
 def counts(index: ChannelIndex) -> comm_pb2.ChannelStats:

@@ -247,17 +247,16 @@ class ChannelIndex:
 
     # What the owner says.
 
-    def left(self, session: Hashable, member: str, *, lost: bool) -> None:
-        """Notes that a connection is gone, with or without a goodbye: its leases are given out again, in order."""
+    def left(self, session: Hashable, member: str) -> None:
+        """Notes that a connection is gone: its leases are given out again, in order."""
         for put in [put for put in self._waiting.puts if put.caller.session == session]:
             self._waiting.puts.remove(put)
             drop(put.entries)
         for get in self._waiting.of(session):
             self._waiting.remove(get)
-        self.members.left(member, session, lost=lost)
+        self.members.left(member, session)
         self._requeue(list(self._leases.pop(session, {}).values()))
         self._reroute()
-        self._forget_ended()
         self._settle()
 
     def end_channel(self) -> None:

@@ -215,7 +215,7 @@ class Asked:
             case "PayloadError":
                 return PayloadError(f"channel {self._channel!r}: {failure.message}")
             case "PeerLostError":
-                return PeerLostError(failure.peers[0], f"it died before it closed channel {self._channel!r}")
+                return PeerLostError(failure.peers[0], f"it was gone before it closed channel {self._channel!r}")
             case "TimeoutError_":
                 return self._timed_out(tuple(failure.peers))
         return CommError(f"channel {self._channel!r}: {failure.message}")

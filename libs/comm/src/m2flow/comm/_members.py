@@ -9,7 +9,7 @@ from m2flow.comm._intervals import Intervals
 class Producer:
     """What one declared producer owes. `names` may put it: itself, until it has left, and its successors.
 
-    `lost` is the death of the last of them.
+    `lost` says that the last of them was gone before it closed the channel, and has not been back.
     """
 
     def __init__(self, name: str) -> None:
@@ -66,7 +66,7 @@ class Members:
         return list(dict.fromkeys(names))
 
     def lost_owing(self, iteration: int | None) -> list[str]:
-        """Names those of them that died without a successor."""
+        """Names those of them that are gone without a successor."""
         return [state.names[0] for state in self._all_owed if state.lost and state.owes(iteration)]
 
     def puts(self, name: str, session: Hashable) -> list[Producer]:
@@ -85,8 +85,8 @@ class Members:
         state.closed = state.lost = False
         return was_gone
 
-    def left(self, name: str, session: Hashable, *, lost: bool) -> None:
-        """Notes that the connection of a member ended, with or without a goodbye; an earlier one's end says nothing."""
+    def left(self, name: str, session: Hashable) -> None:
+        """Notes that the connection of a member ended; the end of an earlier one says nothing."""
         if self._sessions.get(name, session) != session:
             return
         self._sessions.pop(name, None)
@@ -95,10 +95,8 @@ class Members:
         for state in self.producers.get(name, ()):
             if len(state.names) > 1:
                 state.names.remove(name)
-            elif lost:
-                state.lost = True
             else:
-                state.closed = True
+                state.lost = True
         self._file(name)
 
     def announce_successor(self, lost: str, successor: str) -> None:

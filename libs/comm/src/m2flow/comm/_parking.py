@@ -28,9 +28,7 @@ class Parking:
         self._timeout_s = timeout_s
         self._parked: dict[str, list[_Parked]] = {}
 
-    def park(
-        self, name: str, session: Hashable, request: int, *, retry: Retry, expire: Retry, withdraw: Retry
-    ) -> None:
+    def park(self, name: str, session: Hashable, request: int, *, retry: Retry, expire: Retry, withdraw: Retry) -> None:
         """Keeps a request of a session until `arrived(name)`, which retries it.
 
         It expires when its time is up, and is withdrawn when it is cancelled or its session has ended.

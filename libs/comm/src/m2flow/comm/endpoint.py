@@ -208,7 +208,7 @@ class Endpoint:
         return connection, connection.call(Kind.CALL, request.SerializeToString())[1]
 
     def _on_gone(self, connection: Connection, lost: bool) -> None:
-        self._host.on_gone(connection, lost)
+        self._host.on_gone(connection)
         self._calls.on_gone(connection)
         if not lost or self._lost.get(connection.peer) == connection.incarnation:
             return

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -386,7 +387,7 @@ def test_a_killed_consumers_leases_go_to_another_in_order(ends: Any, peer: Any, 
     )
     victim = peer("v", "leases = endpoint.channel('w', host='host').get_batch(64); say(len(leases)); time.sleep(60)")
     assert victim.line() == "64"
-    client = Channel("w", "host", consumer._connect, consumer._stays_here)
+    client = Channel("w", "host", consumer._connect, consumer._stays_here, consumer._check_may_wait)
     pending = threading.Thread(target=lambda: got.extend(client.get_batch(64, timeout_s=10)), daemon=True)
     got: list[Any] = []
     pending.start()
@@ -402,3 +403,36 @@ def test_a_killed_consumers_leases_go_to_another_in_order(ends: Any, peer: Any, 
         time.sleep(0.01)
     # The dead reader's segments are never used again, so nothing is kept of them.
     assert producer._fabric.pool.size_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda channel, endpoint: channel.put(1),
+        lambda channel, endpoint: channel.put_nowait(1),
+        lambda channel, endpoint: channel.get(),
+        lambda channel, endpoint: channel.get_batch(1),
+        lambda channel, endpoint: channel.end(0),
+        lambda channel, endpoint: channel.stats(),
+        lambda channel, endpoint: channel.close(),
+        lambda channel, endpoint: endpoint.request("host", "echo", ""),
+        lambda channel, endpoint: endpoint.send("host", 1),
+        lambda channel, endpoint: endpoint.recv("host"),
+    ],
+    ids=["put", "put_nowait", "get", "get_batch", "end", "stats", "close", "request", "send", "recv"],
+)
+def test_what_would_wait_in_a_callback_is_refused(make_endpoint: Any, wait: Any) -> None:
+    host, client = make_endpoint("host"), make_endpoint("c")
+    host.handle("echo", lambda request: time.sleep(0.05))
+    host.host_channel("q", producers=["c"], consumers=["c"])
+    called: Future[None] = Future()
+
+    def callback(answered: Any) -> None:
+        try:
+            wait(client.channel("q", host="host"), client)
+        except Exception as error:
+            called.set_exception(error)
+
+    client.request_async("host", "echo", "").add_done_callback(callback)
+    with pytest.raises(CommError, match="which must not wait: call it on another"):
+        called.result(5)

@@ -203,6 +203,7 @@ class Odd(np.ndarray[Any, Any]):
         np.zeros(2, [("a", "i4")]),
         np.zeros(3).view(Odd),
         torch.eye(3).to_sparse(),
+        torch.zeros(2, device="meta"),
         range(3),
         bytearray(b"x"),
         1j,

@@ -1,6 +1,7 @@
 """Cost models: what they interpolate, what they ignore, and how sure they say they are."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -146,18 +147,23 @@ def test_a_roofline_brackets_what_is_published() -> None:
     assert estimate.low_s < 1000 * 16.06e9 / 3.35e12 / 0.7 < estimate.high_s
 
 
-def test_far_outside_the_samples_the_roofline_answers() -> None:
+def test_far_outside_the_samples_the_curve_goes_on_as_the_roofline() -> None:
     model = sched_pb2.StageModel(
         stage="s", transformer=LLAMA_8B, phase=sched_pb2.PHASE_TRAIN, prompt_tokens=512, new_tokens=512
     )
     roof = roofline(model, named_device("h100-sxm"))
     fitted = fit_stage(_samples(GRID))
-    guarded = type(fitted)(
-        fitted.coefficients, fitted.points, fitted.residuals, fitted.noise, fitted.per_item, roof=roof
-    )
+    guarded = replace(fitted, roof=roof)
     assert guarded.estimate(16, 2).origin == "measured"
-    assert guarded.estimate(4096, 64).origin == "roofline"
-    assert guarded.estimate(4096, 64).seconds == pytest.approx(roof.estimate(4096, 64).seconds)
+    edge = fitted.points[:, 0].max() + np.log(8)  # in items, on as many devices as were measured
+    inside, outside = (guarded.estimate(float(np.exp(edge + step)), 2) for step in (-1e-6, 1e-6))
+    assert (inside.origin, outside.origin) == ("extrapolated", "roofline")
+    assert outside.seconds == pytest.approx(inside.seconds, rel=1e-4)
+    further = guarded.estimate(float(np.exp(edge)) * 64, 2)
+    assert further.seconds / outside.seconds == pytest.approx(
+        roof.estimate(float(np.exp(edge)) * 64, 2).seconds / roof.estimate(float(np.exp(edge)), 2).seconds, rel=1e-4
+    )
+    assert further.relative_error >= 1
 
 
 def test_other_hardware_scales_with_its_range() -> None:

@@ -72,3 +72,46 @@ def test_comparing_names_the_ratio_and_who_moved(make_request: Make) -> None:
     ratio = answer.left.plans[0].simulated_s / answer.right.plans[0].simulated_s
     assert f"The right one is {ratio:.3g} times as fast." in answer.text
     assert "rollout: 4 -> 8 devices" in answer.text
+
+
+def test_switching_known_by_its_bytes_is_explained_as_it_is_planned(make_request: Make) -> None:
+    """What was not measured takes its bytes at 10 GB/s, in a what-if as in the plan."""
+    request = make_request(4, memory_bytes=80 * GIB, resident_bytes=50 * GIB)
+    for switch in request.profile.switches:
+        switch.onload_s = switch.offload_s = 0.0
+    found = {}
+    for mode in ("", "temporal", "spatial", "hybrid"):
+        request.mode = mode
+        found[mode] = min((p.searched_s for p in plan(request).plans), default=None)
+    request.mode = ""
+    answer = explain(request)
+    best = answer.response.plans[0]
+    for mode in {"temporal", "spatial", "hybrid"} - {best.plan.mode}:
+        said = f"Best {mode}: {found[mode]:.4g} s" if found[mode] else f"No {mode} plan fits."
+        assert said in answer.text
+
+
+def test_devices_more_are_counted_in_the_units_of_the_plan(make_request: Make) -> None:
+    """On 64 devices the units are single ones; 65 planned anew would be taken in pairs, and bring nothing."""
+    request = make_request(64)
+    text = explain(request).text
+    changed = make_request(65)
+    changed.device_quantum = plan(request).device_quantum
+    assert f"With 1 cuda device more: {plan(changed).lower_bound_s:.4g} s" in text
+    assert plan(changed).lower_bound_s < plan(request).lower_bound_s
+
+
+def test_no_smaller_change_of_a_number_flips_the_choice(make_request: Make) -> None:
+    request = make_request(8, memory_bytes=80 * GIB, resident_bytes=35 * GIB)
+    before = _kind(min(plan(request).plans, key=lambda p: p.searched_s))
+    for found in explain(request).sensitivities:
+        if not found.what.endswith(" seconds"):
+            continue
+        for step in range(1, 8):
+            factor = (found.factor * (1.005 if found.factor < 1 else 1 / 1.005)) ** (step / 7)
+            changed = sched_pb2.PlanRequest()
+            changed.CopyFrom(request)
+            for sample in changed.profile.samples:
+                if sample.stage == found.what.removesuffix(" seconds"):
+                    sample.seconds *= factor
+            assert _kind(min(plan(changed).plans, key=lambda p: p.searched_s)) == before, (found, factor)

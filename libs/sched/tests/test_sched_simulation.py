@@ -183,3 +183,80 @@ def test_a_plan_without_a_group_is_refused(make_request: Make) -> None:
     del chosen.groups[2]
     with pytest.raises(InputError, match="gives group 'actor' no devices"):
         simulate(sched_pb2.SimulateRequest(request=request, plan=chosen))
+
+
+def _work(groups: list[str], seconds: float, devices: int, memory: float = 0) -> sched_pb2.PlanRequest:
+    """A chain of stages of these groups; an item takes `seconds` on any number of devices; a group holds 50 bytes."""
+    graph = flow_pb2.WorkflowGraph(name="chain", source_items=64)
+    profile = sched_pb2.Profile()
+    for i, group in enumerate(groups):
+        graph.stages.add(name=f"s{i}", kind=flow_pb2.STAGE_KIND_WORK, group=group, expansion=1)
+        for count, items in ((1, 1), (1, 64), (4, 1), (4, 64)):
+            profile.samples.add(stage=f"s{i}", devices=count, items=items, seconds=seconds * items)
+    for i in range(len(groups) - 1):
+        graph.streams.add(producer=f"s{i}", consumer=f"s{i + 1}")
+    for group in dict.fromkeys(groups):
+        graph.groups.add(name=group, device_kind="cuda", can_offload=True)
+        profile.switches.add(group=group, onload_s=1, offload_s=1, resident_bytes=50, offloaded_bytes=1)
+    cluster = sched_pb2.ClusterSpec()
+    cluster.nodes.add(name="n").devices.add(kind="cuda", count=devices, memory_bytes=memory)
+    return sched_pb2.PlanRequest(workflow=graph, profile=profile, cluster=cluster)
+
+
+def test_pipelines_that_take_turns_as_a_whole_load_once() -> None:
+    """Two pipelines of 65 s, one after the other; each group loads once and leaves once, one load being hidden."""
+    request = _work(["g0", "g1", "g2", "g3"], 1, 2, memory=80)
+    request.workflow.stages[2].after.append("s1")
+    answer = plan(request)
+    best = answer.plans[0]
+    assert best.shape == "((s0 | s1) x64 ; (s2 | s3) x64)"
+    assert (best.searched_s, best.simulated_s) == pytest.approx((136, 135))
+    assert all(s.hold for s in best.plan.stages)
+    assert not any(e.capacity for e in best.plan.edges)
+
+
+def test_an_edge_from_one_pipeline_to_another_has_no_bound() -> None:
+    answer = plan(_work(["a", "b", "c", "a", "b", "c"], 1, 3))
+    two = next(p for p in answer.plans if p.shape == "((s0 | (s1 ; s2)) x64 ; (s3 | (s4 ; s5)) x64)")
+    held = {(e.producer, e.consumer): e.capacity for e in two.plan.edges}
+    assert (held["s1", "s2"], held["s2", "s3"], held["s4", "s5"]) == (1, 0, 1)
+    assert two.simulated_s == pytest.approx(two.searched_s, rel=0.01)
+
+
+def _by_hand(chosen: list[tuple[list[int], int, bool]]) -> flow_pb2.ExecutionPlan:
+    """A plan of stages s0, s1, ... of groups g0, g1, ..., in this order: devices, granularity, hold."""
+    made = flow_pb2.ExecutionPlan(mode="hybrid")
+    for i, (ids, granularity, hold) in enumerate(chosen):
+        made.groups.add(group=f"g{i}", device_ids=ids, num_ranks=1)
+        made.stages.add(stage=f"s{i}", granularity=granularity, position=i, hold=hold)
+    return made
+
+
+def _starts_s(request: sched_pb2.PlanRequest, chosen: flow_pb2.ExecutionPlan, stage: str) -> list[float]:
+    spans = simulate(sched_pb2.SimulateRequest(request=request, plan=chosen)).timeline.spans
+    return [s.start_ns / 1e9 for s in spans if s.stage == stage]
+
+
+def test_what_an_earlier_ticket_waits_for_is_given_to_no_later_one() -> None:
+    """s1 needs three devices from 16 s on; s2 has one of them until 32 s, s3 the other until 24 s, and no longer."""
+    request = _work(["g0", "g1", "g2", "g3"], 1, 3)
+    del request.workflow.streams[1:]
+    chosen = _by_hand([([0], 16, False), ([0, 1, 2], 16, False), ([1], 32, False), ([2], 12, False)])
+    chosen.edges.add(producer="s0", consumer="s1", capacity=16)
+    assert _starts_s(request, chosen, "s1")[0] == pytest.approx(32)
+
+
+def test_a_turn_of_an_iteration_waits_for_the_turns_before_it() -> None:
+    """s2 could begin while s1 waits for its second chunk; but s1, on the same device, comes first with all of its."""
+    request = _work(["g0", "g1", "g2"], 1, 2)
+    del request.workflow.streams[1]
+    chosen = _by_hand([([0], 16, False), ([1], 16, False), ([1], 64, True)])
+    assert _starts_s(request, chosen, "s2") == [pytest.approx(80)]
+
+
+def test_a_producer_goes_on_when_its_consumer_makes_room() -> None:
+    """An edge of one chunk: s0 begins its second as s1 takes the first, and both are at work at once."""
+    request = _work(["g0", "g1"], 1, 2)
+    chosen = _by_hand([([0], 16, False), ([1], 16, False)])
+    chosen.edges.add(producer="s0", consumer="s1", capacity=16)
+    assert _starts_s(request, chosen, "s0") == pytest.approx([0, 16, 32, 48])

@@ -21,12 +21,13 @@ from m2flow.proto.comm.v1 import comm_pb2
 
 
 class Request(NamedTuple):
-    """What a handler is given: who calls, what, with which tree. Arrays in `args` are read-only."""
+    """What a handler is given: who calls, what, with which tree, of how many bytes. Arrays in `args` are read-only."""
 
     peer: str
     service: str
     method: str
     args: Tree
+    size_bytes: int = 0
 
 
 class Lend(NamedTuple):
@@ -103,7 +104,7 @@ class CallServer:
     def _run(self, connection: Connection, request_id: int, service: str, method: str, args: Any) -> None:
         try:
             handler = self._handlers[service]
-            result = handler(Request(connection.peer, service, method, connection.decode(args)))
+            result = handler(Request(connection.peer, service, method, connection.decode(args), len(args)))
         except Exception as error:
             self._fail(connection, request_id, error)
             return

@@ -5,17 +5,16 @@ a socket that closes without a goodbye is a death, reported once for each life o
 """
 
 import contextlib
-import hmac
 import importlib
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Set
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -23,6 +22,7 @@ from m2flow.comm import _handshake
 from m2flow.comm._connection import Connection, Link
 from m2flow.comm._frames import Kind, ProtocolError
 from m2flow.comm._handshake import Identity
+from m2flow.comm._local import LocalLink
 from m2flow.comm._loop import READ, Loop
 from m2flow.comm._mailbox import Mailbox
 from m2flow.comm._mappings import Released
@@ -38,12 +38,15 @@ _GOODBYE_TIMEOUT_S = 1.0
 
 _log = logging.getLogger("m2flow.comm")
 
+_AnyLink = TypeVar("_AnyLink", bound=Link)
 OnFrame = Callable[[Connection, int, bytes], None]
 OnPromptCall = Callable[[Connection, int, bytes], bool]
 OnGone = Callable[[Connection, bool], None]
 
-# By run and name: the endpoints of this process.
-_living: "weakref.WeakValueDictionary[tuple[int, int, str], Fabric]" = weakref.WeakValueDictionary()
+# The endpoints of this process by run, which is a directory and a token, and by name.
+_living: "dict[tuple[int, int, str], dict[str, Fabric]]" = {}
+# Held while one comes or goes, and while one is connected to another: both might do that at once.
+_meeting = threading.Lock()
 
 
 class Fabric:
@@ -57,6 +60,7 @@ class Fabric:
         quota_bytes: int,
         connect_timeout_s: float,
         tls: object,
+        by_reference: bool,
         allow_pickle: bool,
         on_gone: OnGone,
     ) -> None:
@@ -68,12 +72,13 @@ class Fabric:
             self._directory.close()
             raise
         self.identity = identity
+        self._by_reference = by_reference
         self.loop = Loop(identity.name, before_sleep=self._send_releases)
         self.pool = Pool(quota_bytes, on_retire=self._retire)
         self.released = Released(self.loop.wake)
-        self.mailbox = Mailbox()
+        self.mailbox = Mailbox(quota_bytes)
         # The consumers of a channel that is hosted here; none where it is not.
-        self.consumers_of: Callable[[str], Sequence[str]] = _nobody
+        self.consumers_of: Callable[[str], Set[str]] = _nobody
         self._connect_timeout_s = connect_timeout_s
         # The gRPC side: names and addresses of peers on other hosts, and the module and streams once they are needed.
         self._addresses: dict[str, str] = {}
@@ -89,6 +94,8 @@ class Fabric:
         self._all: set[Connection] = set()
         self._lock = threading.Lock()
         self._closed = False
+        self._run = (*self._directory.identity, identity.token)
+        self._living: dict[str, Fabric] = {}
 
     def start(self, on_frame: dict[Kind, OnFrame], on_prompt_call: OnPromptCall) -> None:
         """Begins to accept and to answer: `on_frame` maps kinds of frames to what handles them, on the io thread.
@@ -97,28 +104,75 @@ class Fabric:
         """
         self._on_frame, self._on_prompt_call = on_frame, on_prompt_call
         self.loop.watch(self._listener.fileno(), READ, self._accept)
-        _living[*self._directory.identity, self.identity.name] = self
+        with _meeting:
+            self._living = _living.setdefault(self._run, {})
+            self._living[self.identity.name] = self
         self.loop.start()
 
     def connection(self, peer: str) -> Connection:
         """Returns the connection to a peer, dialling when there is none. Does not wait for the peer."""
+        known = self._known(peer)
+        if known is not None:
+            return known
+        other = None if peer in self._addresses else self.in_this_process(peer)
+        if other is not None and (other is self or (self._by_reference and other._by_reference)):
+            joined = self._join(other)
+            if joined is not None:
+                return joined
         with self._lock:
-            if self._closed:
-                raise CommError(f"endpoint {self.identity.name!r} is closed")
-            # What a restarted peer has dialled is found here once the connection of its earlier life has ended.
-            connection = self._dialled.get(peer) or self._accepted.get(peer)
-            if connection is not None:
-                return connection
+            known = self._known(peer)
+            if known is not None:
+                return known
             address = self._addresses.get(peer)
-            connection, link = self._new(peer, remote=address is not None)
+            connection, link = self._new(peer, UnixLink if address is None else self._grpc_link)
             # Before any other thread finds the connection: nothing may go out ahead of the hello.
             connection.send(Kind.HELLO, 0, self.identity.hello())
             self._dialled[peer] = connection
+            self._all.add(connection)
         if isinstance(link, UnixLink):
             self._dial(connection, link, time.monotonic())
         else:
             self._streams.dial(address, link)
         return connection
+
+    def _known(self, peer: str) -> Connection | None:
+        if self._closed:
+            raise CommError(f"endpoint {self.identity.name!r} is closed")
+        # What a restarted peer has dialled is found here once the connection of its earlier life has ended.
+        return self._dialled.get(peer) or self._accepted.get(peer)
+
+    def _join(self, other: "Fabric") -> Connection | None:
+        """Returns the connection to an endpoint of this process, making both its ends; None where that one closes."""
+        names = self.identity.name, other.identity.name
+        with _meeting:
+            known = self._known(names[1])
+            if known is not None:
+                return known
+            (near, link), (far, its_link) = self._new(names[1], LocalLink), other._new(names[0], LocalLink)
+            link.join(its_link)
+            self._meet(near, other.identity.hello())
+            other._meet(far, self.identity.hello())
+            if not other._enter(far, other._accepted):
+                return None
+            if not self._enter(near, self._dialled):
+                link.close()
+                raise CommError(f"endpoint {names[0]!r} is closed")
+            return near
+
+    def _enter(self, connection: Connection, by_name: dict[str, Connection]) -> bool:
+        """Keeps a connection; says whether this endpoint is there to do so."""
+        with self._lock:
+            if not self._closed:
+                by_name[connection.peer] = connection
+                self._all.add(connection)
+            return not self._closed
+
+    def check_may_wait(self, call: str) -> None:
+        """Raises CommError where the caller deals with frames: what it waits for could not come."""
+        if self.loop.inside():
+            raise CommError(
+                f"{call}: called on the io thread, as callbacks are, which must not wait: call it on another"
+            )
 
     def link_from(self, peer: str) -> Link:
         """Returns the link that a peer's own frames come by: the one that it dialled, where both have dialled."""
@@ -141,10 +195,8 @@ class Fabric:
 
     def in_this_process(self, peer: str) -> "Fabric | None":
         """Returns a peer of the same run whose endpoint is in this very process, if there is one."""
-        found = _living.get((*self._directory.identity, peer))
-        if found is None or found._closed or not hmac.compare_digest(found.identity.token, self.identity.token):
-            return None
-        return found
+        found = self._living.get(peer)
+        return None if found is None or found._closed else found
 
     def stays_here(self, channel: str, host: str) -> bool:
         """Says whether what is put into a channel need not leave this process: its host and all consumers are in it."""
@@ -152,7 +204,7 @@ class Fabric:
         if hosting is None:
             return False
         consumers = hosting.consumers_of(channel)
-        return bool(consumers) and all(self.in_this_process(name) is not None for name in consumers)
+        return bool(consumers) and consumers <= self._living.keys()
 
     def close(self) -> None:
         """Says goodbye to all peers and frees sockets, thread and memory. Blocks for at most a second a peer."""
@@ -161,6 +213,7 @@ class Fabric:
                 return
             self._closed = True
             connections = list(self._all)
+        self._go()
         for connection in connections:
             connection.send(Kind.GOODBYE, 0, b"")
         for connection in connections:
@@ -172,18 +225,29 @@ class Fabric:
             self._streams.close()
         self.pool.trim()
 
+    def _go(self) -> None:
+        with _meeting:
+            if self._living.get(self.identity.name) is self:
+                del self._living[self.identity.name]
+            if not self._living:
+                _living.pop(self._run, None)
+
     # Dialling and accepting.
 
-    def _new(self, peer: str, *, remote: bool) -> tuple[Connection, Link]:
+    def _new(self, peer: str, make_link: Callable[..., _AnyLink]) -> tuple[Connection, _AnyLink]:
         connection = Connection(peer, self.pool, self.released, self._retire, allow_pickle=self._allow_pickle)
-        on_frame, on_closed = partial(self._frame, connection), partial(self._gone, connection)
-        if remote:
-            connection.link = self._grpc.GrpcLink(self.loop, self._streams, on_frame=on_frame, on_closed=on_closed)
-        else:
-            take = partial(self._take, connection)
-            connection.link = UnixLink(self.loop, on_frame=on_frame, take=take, on_closed=on_closed)
-        self._all.add(connection)
-        return connection, connection.link
+        connection.link = link = make_link(
+            self.loop,
+            on_frame=partial(self._frame, connection),
+            take=partial(self._take, connection),
+            on_closed=partial(self._gone, connection),
+        )
+        return connection, link
+
+    def _grpc_link(self, loop: Loop, *, on_frame: Any, take: Any, on_closed: Any) -> Link:
+        """The io thread deals with all that comes over gRPC."""
+        link: Link = self._grpc.GrpcLink(loop, self._streams, on_frame=on_frame, on_closed=on_closed)
+        return link
 
     def _remote(self) -> Any:
         """Returns the gRPC side, which is imported and started when it is first needed."""
@@ -196,7 +260,8 @@ class Fabric:
 
     def _accept_stream(self) -> Link:
         with self._lock:
-            connection, link = self._new("", remote=True)
+            connection, link = self._new("", self._grpc_link)
+            self._all.add(connection)
         self._await_hello(connection)
         return link
 
@@ -226,8 +291,8 @@ class Fabric:
             self.loop.call_later(_REACCEPT_S, self._accept_again)
             return
         with self._lock:
-            connection, link = self._new("", remote=False)
-        assert isinstance(link, UnixLink)
+            connection, link = self._new("", UnixLink)
+            self._all.add(connection)
         link.attach(accepted)
         self._await_hello(connection)
 
@@ -294,8 +359,7 @@ class Fabric:
         if kind is not Kind.HELLO:
             self.identity.refuse(connection, f"its first frame is a {kind.name}, want a HELLO")
         was_accepted = not connection.peer
-        self.identity.greet(connection, body)
-        connection.within = self.in_this_process(connection.peer) is not None
+        self._meet(connection, body)
         if was_accepted:
             connection.send(Kind.HELLO, 0, self.identity.hello())
             with self._lock:
@@ -304,6 +368,10 @@ class Fabric:
             if dialled is not None and dialled.link.passes_fds and not (connection.link.passes_fds or dialled.greeted):
                 # Looked for on this host, it has come from another.
                 dialled.link.fail("it connected from another host meanwhile: call it again")
+
+    def _meet(self, connection: Connection, hello: bytes) -> None:
+        self.identity.greet(connection, hello)
+        connection.within = self.in_this_process(connection.peer) is not None
 
     # Endings.
 
@@ -332,6 +400,7 @@ class Fabric:
         for connection in connections:
             connection.link.close()
             self._lose(connection, CommError(f"endpoint {self.identity.name!r} was closed"))
+        self.mailbox.close(PeerLostError(self.identity.name, "it closed its endpoint"))
         self.loop.remove(self._listener.fileno())
         self._listener.close()
         self._directory.unlink(self.identity.name, self._inode)
@@ -350,12 +419,7 @@ class Fabric:
     def _send_releases(self) -> None:
         if self.released:
             for connection, blocks in self.released.drain().items():
-                lender = self._accepted.get(connection.peer) if connection.peer == self.identity.name else None
-                if lender is None or self._dialled.get(connection.peer) is not connection:
-                    connection.release(blocks)
-                else:
-                    # This endpoint's connection to itself: its other end is here.
-                    lender.returned(blocks, abandoned=False)
+                connection.release(blocks)
 
     def _retire(self, segment_id: int) -> None:
         self.loop.call(partial(self._retire_now, segment_id))
@@ -376,15 +440,18 @@ def _no_call(connection: Connection, request_id: int, body: bytes) -> bool:
     return False
 
 
-def _nobody(channel: str) -> Sequence[str]:
+def _nobody(channel: str) -> Set[str]:
     """Before the endpoint has started no channel is hosted."""
-    return ()
+    return frozenset()
 
 
 def _abandon_all() -> None:
-    for fabric in list(_living.values()):
+    global _meeting
+    _meeting = threading.Lock()
+    for fabric in [fabric for run in _living.values() for fabric in run.values()]:
         with contextlib.suppress(OSError):
             fabric._abandon()
+    _living.clear()
 
 
 os.register_at_fork(after_in_child=_abandon_all)

@@ -4,7 +4,7 @@ Everything here runs on the endpoint's io thread, so the indexes need no lock.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import partial
 
 import numpy as np
@@ -104,10 +104,10 @@ class ChannelHost:
         except KeyError:
             raise ValueError(f"channel {name!r} is not hosted here, want one of {sorted(self._indexes)}") from None
 
-    def consumers_of(self, name: str) -> Sequence[str]:
+    def consumers_of(self, name: str) -> Set[str]:
         """Returns the consumers of a channel; none where it is not hosted here. Any thread may ask."""
         index = self._indexes.get(name)
-        return () if index is None else tuple(index.members.consumers)
+        return frozenset() if index is None else index.members.consumers.keys()
 
     def on_request(self, connection: Connection, request_id: int, body: bytes) -> None:
         """Handles a CHANNEL frame."""

@@ -1,6 +1,7 @@
 """The one io thread of an endpoint: sockets, timers and short calls, never a wait of its own.
 
-It sleeps in epoll until the kernel, a timer or another thread has something for it.
+It sleeps in epoll until the kernel, a timer or another thread has something for it. Another thread may do by itself
+what it asks for, in the io thread's place while that one sleeps: only one of them is at work.
 """
 
 import heapq
@@ -45,6 +46,9 @@ class Loop:
         self._order = itertools.count()
         self._before_sleep = before_sleep
         self._insiders: set[int] = set()
+        # Held by the one thread that is at work here, named beside it.
+        self._working = threading.Lock()
+        self._worker = 0
         self._writing = threading.RLock()
         self._awake = False
         self._stopping = False
@@ -58,13 +62,17 @@ class Loop:
         """Says whether the caller deals with frames, as the io thread or in its place: then it must never wait."""
         return threading.get_ident() in self._insiders
 
-    def is_io_thread(self) -> bool:
-        """Says whether the caller is the io thread itself."""
-        return threading.current_thread() is self._thread
+    def works(self) -> bool:
+        """Says whether the caller is at work here, as the io thread or in its place: what it calls runs at once."""
+        return self._worker == threading.get_ident()
 
-    def borrow(self) -> None:
-        """Makes the calling thread one that deals with frames, until it gives that back."""
-        self._insiders.add(threading.get_ident())
+    def borrow(self) -> bool:
+        """Makes the calling thread one that deals with frames; says whether it has to give that back."""
+        thread = threading.get_ident()
+        if thread in self._insiders:
+            return False
+        self._insiders.add(thread)
+        return True
 
     def give_back(self) -> None:
         """Ends what `borrow` began."""
@@ -93,6 +101,11 @@ class Loop:
         self._calls.append(function)
         self.wake()
 
+    def work(self, function: Callable[[], None]) -> None:
+        """Runs a function like `call`, on this thread unless another is at work: then that one runs it, soon."""
+        self._calls.append(function)
+        self._work()
+
     def call_later(self, delay_s: float, function: Callable[[], None]) -> Timer:
         """Runs a function on the io thread once `delay_s` seconds have passed."""
         timer = Timer(function)
@@ -111,7 +124,7 @@ class Loop:
     def stop(self) -> None:
         """Ends the thread after the calls already asked for. Blocks until then."""
         self.call(self._stop)
-        if not self.is_io_thread():
+        if not self.works():
             self._thread.join()
 
     def abandon(self) -> None:
@@ -126,19 +139,17 @@ class Loop:
 
     def _run(self) -> None:
         self.borrow()
+        sleep_s: float | None = 0.0
         while not self._stopping:
-            self._guard(self._before_sleep)
-            for fd, events in self._epoll.poll(self._sleep_s()):
-                if fd == self._event:
-                    os.eventfd_read(self._event)
-                elif (ready := self._ready.get(fd)) is not None:
-                    self._guard(ready, events)
-                ready = None
-            self._awake = False
-            if self._timers:
-                self._run_due()
-            while self._calls:
-                self._guard(self._calls.popleft())
+            events = self._epoll.poll(sleep_s)
+            with self._working:
+                self._worker = threading.get_ident()
+                self._deal_with(events)
+                self._run_calls()
+                self._guard(self._before_sleep)
+                sleep_s = self._sleep_s()
+                self._worker = 0
+            self._work()
         with self._writing:
             event, self._event = self._event, -1
         os.close(event)
@@ -148,9 +159,35 @@ class Loop:
         self._ready.clear()
         self._timers.clear()
 
+    def _deal_with(self, found: list[tuple[int, int]]) -> None:
+        for fd, events in found:
+            if fd == self._event:
+                os.eventfd_read(self._event)
+            elif (ready := self._ready.get(fd)) is not None:
+                self._guard(ready, events)
+            ready = None
+        self._awake = False
+        if self._timers:
+            self._run_due()
+
+    def _work(self) -> None:
+        """Runs what was asked for. Who finds another at work leaves it to that one, who looks again when it is done."""
+        while self._calls and self._working.acquire(blocking=False):
+            borrowed = self.borrow()
+            self._worker = threading.get_ident()
+            try:
+                self._run_calls()
+            finally:
+                self._worker = 0
+                if borrowed:
+                    self.give_back()
+                self._working.release()
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            self._guard(self._calls.popleft())
+
     def _sleep_s(self) -> float | None:
-        if self._calls:
-            return 0
         while self._timers and self._timers[0][2].call is None:
             heapq.heappop(self._timers)
         return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None

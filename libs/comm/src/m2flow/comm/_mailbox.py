@@ -3,7 +3,7 @@
 import threading
 from collections import deque
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from m2flow.comm._replies import Answer
 from m2flow.comm.errors import CommError
@@ -13,25 +13,47 @@ from m2flow.comm.payload import Tree
 _Slot = tuple[str, str]
 
 
-class Mailbox:
-    """What has arrived and who waits for it. Thread-safe; nothing blocks."""
+# What a message costs beside its payload, about: its futures, and its place here.
+_MESSAGE_BYTES = 2 << 10
 
-    def __init__(self) -> None:
+
+class _Mail(NamedTuple):
+    tree: Tree
+    size_bytes: int
+    taken: "Future[None]"
+
+
+class Mailbox:
+    """What has arrived, at most `limit_bytes` that nobody receives, and who waits. Thread-safe; nothing blocks."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit_bytes = limit_bytes
+        self._waiting_bytes = 0
+        self._closed: CommError | None = None
         self._lock = threading.Lock()
-        self._arrived: dict[_Slot, deque[tuple[Tree, Future[None]]]] = {}
+        self._arrived: dict[_Slot, deque[_Mail]] = {}
         self._awaited: dict[_Slot, deque[Future[Tree]]] = {}
 
-    def deliver(self, sender: str, tag: str, tree: Tree) -> "Future[None]":
-        """Takes in a message; the future is done when a receiver has it."""
+    def deliver(self, sender: str, tag: str, tree: Tree, size_bytes: int = 0) -> "Future[None]":
+        """Takes in a message whose payload has so many bytes; the future is done when a receiver has it.
+
+        It fails with CommError where the mailbox is full, and with what `close` says.
+        """
         taken: Future[None] = Future()
         slot = (sender, tag)
+        size_bytes += _MESSAGE_BYTES
         with self._lock:
             receiver = self._next_receiver(slot)
-            if receiver is None:
-                self._arrived.setdefault(slot, deque()).append((tree, taken))
+            refusal = self._refusal(slot, size_bytes) if receiver is None else None
+            if receiver is None and refusal is None:
+                self._arrived.setdefault(slot, deque()).append(_Mail(tree, size_bytes, taken))
+                self._waiting_bytes += size_bytes
                 return taken
-        receiver.set_result(tree)
-        taken.set_result(None)
+        if receiver is None:
+            taken.set_exception(refusal)
+        else:
+            receiver.set_result(tree)
+            taken.set_result(None)
         return taken
 
     def receive(self, sender: str, tag: str) -> Answer[Tree]:
@@ -43,7 +65,8 @@ class Mailbox:
             if waiting is None:
                 self._awaited.setdefault(slot, deque()).append(receiver)
                 return receiver
-            tree, taken = waiting.popleft()
+            tree, size_bytes, taken = waiting.popleft()
+            self._waiting_bytes -= size_bytes
             if not waiting:
                 del self._arrived[slot]
         receiver.set_running_or_notify_cancel()
@@ -61,10 +84,31 @@ class Mailbox:
             if receiver.set_running_or_notify_cancel():
                 receiver.set_exception(error)
 
+    def close(self, error: CommError) -> None:
+        """Fails the senders of what nobody has received, and of what is yet to come."""
+        with self._lock:
+            self._closed = error
+            dropped = [mail for waiting in self._arrived.values() for mail in waiting]
+            self._arrived.clear()
+            self._waiting_bytes = 0
+        for mail in dropped:
+            if mail.taken.set_running_or_notify_cancel():
+                mail.taken.set_exception(error)
+
     def num_states(self) -> int:
         """Returns how many senders and tags are remembered."""
         with self._lock:
             return len(self._arrived) + len(self._awaited)
+
+    def _refusal(self, slot: _Slot, size_bytes: int) -> CommError | None:
+        limit = self._limit_bytes
+        if self._closed is not None or limit is None or self._waiting_bytes + size_bytes <= limit:
+            return self._closed
+        sender, tag = slot
+        return CommError(
+            f"got a message of {sender!r}, tag {tag!r}, beside {self._waiting_bytes} bytes that nobody has received, "
+            f"want at most the quota of {limit}: receive them, or raise it"
+        )
 
     def _next_receiver(self, slot: _Slot) -> "Future[Any] | None":
         receivers = self._awaited.get(slot)

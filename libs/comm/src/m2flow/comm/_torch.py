@@ -47,7 +47,8 @@ def is_tensor(value: Any) -> bool:
 def code_of(tensor: Any) -> int:
     """Returns a tensor's dtype code.
 
-    Raises PayloadError for layouts that are no dense array (sparse, quantised) and for dtypes not in the list.
+    Raises PayloadError for layouts that are no dense array (sparse, quantised), for what has no data, and for dtypes
+    not in the list.
     """
     torch = sys.modules["torch"]
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -56,6 +57,8 @@ def code_of(tensor: Any) -> int:
         )
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise PayloadError(f"got a tensor of layout {tensor.layout}, want a dense one: call to_dense() or dequantize()")
+    if tensor.is_meta:
+        raise PayloadError("got a tensor of the meta device, which has no data: materialize it, or send its shape")
     return _code_of_dtype(tensor.dtype)
 
 

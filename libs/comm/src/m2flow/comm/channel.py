@@ -58,6 +58,8 @@ class Stats:
 class Channel:
     """One endpoint's client of a channel. Thread-safe; many calls may wait at once, each for its own.
 
+    What blocks raises CommError in the callback of a future: the io thread runs it, which must not wait.
+
     While its host and all its consumers are endpoints of this process, items are handed over as they are: whoever puts
     one must not change it afterwards, nor may whoever takes it.
     """
@@ -68,12 +70,14 @@ class Channel:
         host: str,
         connect: Callable[[str], Connection],
         stays_here: Callable[[str, str], bool],
+        check_may_wait: Callable[[str], None],
         device: str | None = None,
     ) -> None:
         self.name = name
         self.host = host
         self._connect = connect
         self._stays_here = stays_here
+        self._check_may_wait = check_may_wait
         self._device = device
 
     # Putting.
@@ -106,6 +110,7 @@ class Channel:
         Blocks for the host's answer, and for shared memory where the quota is used up.
         """
         puts = [Put(item=item, id=id, iteration=iteration, weight=weight, key=key)]
+        self._waits("put_nowait")
         self._ask_put(puts, _encoded(puts), Deadline(), wait=False).wait()
 
     def put_tombstone(
@@ -128,6 +133,7 @@ class Channel:
         After a TimeoutError_ the first ones may be in the channel: put all again under the same ids.
         """
         if items:
+            self._waits("put")
             deadline = Deadline(timeout_s)
             self._ask_put(items, _encoded(items), deadline, wait=True).wait()
 
@@ -176,6 +182,7 @@ class Channel:
         consumer; ChannelClosedError once the channel is closed and drained; PeerLostError naming a producer that died,
         once what it had put is drained and unless a successor is announced; TimeoutError_ after `timeout_s` seconds.
         """
+        self._waits("get")
         return self._ask_get(0.0, key, iteration, ack, timeout_s).wait()[0]
 
     def get_batch(
@@ -195,6 +202,7 @@ class Channel:
         next item is too heavy to come along, when every producer has ended the iteration or closed, when one died, or
         when the channel is full and cannot hold as much. `ack` is as in `get`, which says what is raised.
         """
+        self._waits("get_batch")
         return self._ask_batch(weight, key, iteration, ack, timeout_s, at_least).wait()
 
     async def aget(
@@ -236,6 +244,7 @@ class Channel:
 
         Raises CommError where this endpoint is no producer. Blocks for the host's answer.
         """
+        self._waits("end")
         self._ask_end(iteration).wait()
 
     async def aend(self, iteration: int) -> None:
@@ -248,6 +257,7 @@ class Channel:
         When all producers have left, consumers drain the channel and then get ChannelClosedError. From an endpoint that
         is neither, it ends the channel for all.
         """
+        self._waits("close")
         self._ask_close().wait()
 
     async def aclose(self) -> None:
@@ -256,6 +266,7 @@ class Channel:
 
     def stats(self) -> Stats:
         """Returns the channel's counts. Blocks for the host's answer."""
+        self._waits("stats")
         return _stats(self._ask_stats().wait_response())
 
     async def astats(self) -> Stats:
@@ -263,6 +274,9 @@ class Channel:
         return _stats(await self._ask_stats().wait_response_async())
 
     # Requests.
+
+    def _waits(self, method: str) -> None:
+        self._check_may_wait(f"channel {self.name!r}: {method}")
 
     def _ask(self, request: comm_pb2.ChannelRequest) -> Asked:
         request.channel = self.name

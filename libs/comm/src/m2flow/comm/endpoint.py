@@ -1,8 +1,9 @@
 """An endpoint: one process's presence in a run, under a name that others reach it by.
 
 Every endpoint listens on a Unix socket in the run's private directory and dials others when it first needs them. One
-connection carries calls, channels and the descriptors of shared memory, both ways; one io thread moves the bytes. A
-peer's death is noticed because the kernel closes its socket, not because it missed a heartbeat.
+connection carries calls, channels and the descriptors of shared memory, both ways; one io thread moves the bytes. Two
+endpoints of one process need neither: each deals with the frames that it sends, in the other's place. A peer's death is
+noticed because the kernel closes its socket, not because it missed a heartbeat.
 """
 
 import os
@@ -26,7 +27,7 @@ from m2flow.comm._parking import Parking
 from m2flow.comm._replies import Answer, Reply
 from m2flow.comm.channel import Channel
 from m2flow.comm.collectives import Handle
-from m2flow.comm.errors import CommError, TimeoutError_
+from m2flow.comm.errors import TimeoutError_
 from m2flow.comm.payload import Tree, encode
 from m2flow.comm.resharding import Box
 from m2flow.comm.tls import Tls
@@ -48,11 +49,13 @@ class Endpoint:
     """One process's presence in one run. Thread-safe.
 
     `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
-    run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way;
+    run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way, and
+    apart from it the messages that have come and nobody receives;
     `connect_timeout_s` is how long a peer, a service or a channel may take to appear; `tls` secures what crosses hosts.
     With `by_reference` a message to an endpoint in this same process is the object itself, and so is an item of a
-    channel whose host and consumers are all in it. With `allow_pickle` what a peer on this host sent as `Pickled` is
-    unpickled here, which lets it run anything. Create it after forking, never before.
+    channel whose host and consumers are all in it; without it the endpoint is as good as in another process. With
+    `allow_pickle` what a peer on this host sent as `Pickled` is unpickled here, which lets it run anything. Create it
+    after forking, never before.
 
     Raises ValueError for a name or a directory that will not do, CommError where a living endpoint has the name.
     """
@@ -80,6 +83,7 @@ class Endpoint:
             quota_bytes=default_quota_bytes() if quota_bytes is None else quota_bytes,
             connect_timeout_s=connect_timeout_s,
             tls=tls,
+            by_reference=by_reference,
             allow_pickle=allow_pickle,
             on_gone=self._on_gone,
         )
@@ -90,7 +94,9 @@ class Endpoint:
         self._reader = WeightReader()
         self._calls.add(SERVICE, self._weights.handle)
         mailbox = self._fabric.mailbox
-        self._calls.add(_MAIL, lambda mail: mailbox.deliver(mail.peer, mail.method, mail.args), prompt=True)
+        self._calls.add(
+            _MAIL, lambda mail: mailbox.deliver(mail.peer, mail.method, mail.args, mail.size_bytes), prompt=True
+        )
         self._fabric.start(
             {
                 Kind.CALL: self._calls.on_call,
@@ -146,8 +152,7 @@ class Endpoint:
         Raises RemoteError with what the handler raised, PeerLostError when the peer dies or does not appear,
         TimeoutError_ after `timeout_s` seconds, PayloadError for args that cannot be encoded.
         """
-        if self._fabric.loop.inside():
-            raise CommError("request: called on the io thread, which must not wait: use request_async")
+        self._fabric.check_may_wait(f"request {service}.{method}")
         since = time.monotonic()
         connection, reply = self._call(peer, service, method, args, timeout_s)
         try:
@@ -222,7 +227,8 @@ class Endpoint:
         """Sends a tree to a peer; the future is done when the peer has received it. Blocks for the copy only.
 
         Within one process the tree itself is handed over: the sender must not change it afterwards. The future fails
-        with PeerLostError; PayloadError is raised at once for what cannot be encoded.
+        with PeerLostError, or with CommError where the peer has its quota of messages that it does not receive;
+        PayloadError is raised at once for what cannot be encoded.
         """
         local = self._fabric.in_this_process(peer)
         if local is not None and self._by_reference:
@@ -241,10 +247,12 @@ class Endpoint:
 
     def send(self, peer: str, tree: Tree, *, tag: str = "", timeout_s: float | None = None) -> None:
         """Like `isend`, blocking until the peer has it. Raises PeerLostError, and TimeoutError_ after `timeout_s`."""
+        self._fabric.check_may_wait(f"send {tag}")
         Handle(f"send {tag}", [(peer, self.isend(peer, tree, tag=tag))], lambda _: None).wait(timeout_s)
 
     def recv(self, peer: str, *, tag: str = "", timeout_s: float | None = None) -> Tree:
         """Like `irecv`, blocking for the tree. Raises PeerLostError, and TimeoutError_ after `timeout_s` seconds."""
+        self._fabric.check_may_wait(f"recv {tag}")
         future = self.irecv(peer, tag=tag)
         try:
             return Handle(f"recv {tag}", [(peer, future)], lambda got: got[0]).wait(timeout_s)
@@ -297,10 +305,10 @@ class Endpoint:
         one process stay where they are.
         """
         stays_here = self._fabric.stays_here if self._by_reference else _never
-        return Channel(name, host, self._fabric.connection, stays_here, device)
+        return Channel(name, host, self._fabric.connection, stays_here, self._fabric.check_may_wait, device)
 
     def _on_io_thread(self, call: Callable[[], _T]) -> _T:
-        if self._fabric.loop.is_io_thread():
+        if self._fabric.loop.works():
             return call()
         done: Future[_T] = Future()
 
@@ -310,7 +318,7 @@ class Endpoint:
             except Exception as error:
                 done.set_exception(error)
 
-        self._fabric.loop.call(run)
+        self._fabric.loop.work(run)
         return done.result()
 
     # Weights.

@@ -9,7 +9,7 @@ import numpy as np
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched import _curve
-from m2flow.sched._checks import check_numbers, unused
+from m2flow.sched._checks import check_numbers, remarks
 from m2flow.sched._cluster import Pool, pools
 from m2flow.sched._costs import Costs, build_costs
 from m2flow.sched._cycle import cycle_rows
@@ -57,7 +57,7 @@ def build(request: sched_pb2.PlanRequest) -> Model:
                 f"{sorted(found)}: add such devices to the cluster or change the group's device_kind"
             )
     costs = build_costs(workflow, request.profile, found)
-    costs.notes.extend(unused(request))
+    costs.notes.extend(remarks(request))
     return assemble(request, workflow, costs, found)
 
 
@@ -73,16 +73,49 @@ def as_measured(workflow: Workflow, profile: sched_pb2.Profile) -> Workflow:
     return replace(workflow, nodes=tuple(nodes))
 
 
-def scaled(model: Model, factors: Mapping[str, float]) -> Model:
-    """What-if: the model with the seconds of some stages multiplied; nothing is fitted again."""
-    return assemble(model.request, model.workflow, replace(model.costs, scaled=factors), model.pools)
+def what_if(
+    model: Model,
+    *,
+    seconds: Mapping[str, float] | None = None,
+    switching: float = 1.0,
+    devices: Mapping[str, int] | None = None,
+    memory: Mapping[str, float] | None = None,
+    offload: str = "",
+    coarser: int = 1,
+) -> Model:
+    """The model after a change; nothing is fitted again, and devices are given out in the same units.
+
+    Args:
+        seconds: Factors on the seconds of stages.
+        switching: Factor on the seconds of onload and offload.
+        devices: How many there are instead, by kind.
+        memory: Factors on a device's bytes, by kind.
+        offload: A group that can offload now.
+        coarser: Units are so many times as large.
+    """
+    devices, memory = devices or {}, memory or {}
+    found = {k: pool.changed(count=devices.get(k), memory=memory.get(k, 1.0)) for k, pool in model.pools.items()}
+    graph = flow_pb2.WorkflowGraph()
+    graph.CopyFrom(model.workflow.graph)
+    for group in graph.groups:
+        group.can_offload |= group.name == offload
+    workflow = replace(model.workflow, graph=graph)
+    costs = replace(model.costs, workflow=workflow, scaled=seconds or {}, switching=switching)
+    units = {kind: quantum * coarser for kind, quantum in zip(model.kinds, model.problem.quanta, strict=True)}
+    return assemble(model.request, workflow, costs, found, units)
 
 
-def assemble(request: sched_pb2.PlanRequest, workflow: Workflow, costs: Costs, found: Mapping[str, Pool]) -> Model:
-    """The search problem of inputs that were checked and fitted."""
+def assemble(
+    request: sched_pb2.PlanRequest,
+    workflow: Workflow,
+    costs: Costs,
+    found: Mapping[str, Pool],
+    units: Mapping[str, int] | None = None,
+) -> Model:
+    """The search problem of inputs that were checked and fitted; `units` are devices in a unit by kind, if chosen."""
     used = [workflow.groups[g] for node in workflow.nodes for g in node.groups]
     kinds = tuple(dict.fromkeys(g.device_kind for g in used))
-    quanta = _quanta(request, kinds, found, used)
+    quanta = _quanta(request, kinds, found, used, units or {})
     grid = Grid([max(1, len(found[k].ids) // q) for k, q in zip(kinds, quanta, strict=True)])
     counts = chunk_counts(request)
     lookup = Lookup(workflow, costs, found, kinds, quanta, grid, counts)
@@ -310,18 +343,25 @@ def _disturbs(workflow: Workflow, costs: Costs) -> tuple[int, ...]:
 
 
 def _quanta(
-    request: sched_pb2.PlanRequest, kinds: tuple[str, ...], found: Mapping[str, Pool], used: list[flow_pb2.WorkerGroup]
+    request: sched_pb2.PlanRequest,
+    kinds: tuple[str, ...],
+    found: Mapping[str, Pool],
+    used: list[flow_pb2.WorkerGroup],
+    chosen: Mapping[str, int],
 ) -> tuple[int, ...]:
     """Devices in a unit, by kind: as asked; else the least that all groups count in and that keeps the search short."""
     quanta = []
     for kind in kinds:
         total = len(found[kind].ids)
         steps = [max(g.devices_per_rank, 1) for g in used if g.device_kind == kind]
-        if request.device_quantum and kind == kinds[0]:
+        if request.device_quantum and kind == kinds[0] and not chosen:
             quanta.append(min(request.device_quantum, total))
             continue
         if len({g.name for g in used if g.device_kind == kind}) == 1:
             quanta.append(total)
+            continue
+        if kind in chosen:
+            quanta.append(min(chosen[kind], total))
             continue
         quantum = gcd(*steps)
         while total // quantum > (_MAX_UNITS if len(kinds) == 1 else 16):

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from google.protobuf.message import Message
 
 from m2flow.proto.sched.v1 import sched_pb2
-from m2flow.sched._cluster import MOST_DEVICES, num_devices
+from m2flow.sched._cluster import MOST_DEVICES, mixed, num_devices
 from m2flow.sched.errors import InputError
 
 _LARGEST = 1e21
@@ -45,12 +45,17 @@ def check_numbers(request: sched_pb2.PlanRequest) -> None:
         raise InputError(f"the cluster has {count:,} devices, want at most {MOST_DEVICES:,}: plan a part of it")
 
 
-def unused(request: sched_pb2.PlanRequest) -> list[str]:
-    """Notes on parts of the profile that nothing in the workflow asks for, a misspelt name perhaps."""
+def remarks(request: sched_pb2.PlanRequest) -> list[str]:
+    """Notes on what is in the inputs and not used: devices that differ, or names that the workflow does not have."""
     stages = [s.name for s in request.workflow.stages]
     groups = [g.name for g in request.workflow.groups]
     profile = request.profile
-    notes = list(_strangers("samples of stage", (s.stage for s in profile.samples), stages))
+    notes = [
+        f"devices of kind {kind!r} differ; each is taken for the least of them: name kinds apart to plan with both"
+        for kind in mixed(request.cluster)
+    ]
+    notes += _strangers("hand-offs of stage", (h.stage for h in profile.hand_offs), stages)
+    notes += _strangers("samples of stage", (s.stage for s in profile.samples), stages)
     notes += _strangers("a completion curve of stage", (c.stage for c in profile.curves), stages)
     notes += _strangers("loop items of stage", (i.stage for i in profile.loop_items), stages)
     notes += _strangers("a model of stage", (m.stage for m in profile.models), stages)

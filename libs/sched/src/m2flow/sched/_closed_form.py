@@ -85,6 +85,20 @@ def _place(tree: Tree, tails: Tails, start: float, found: dict[int, Interval]) -
             start += seconds
 
 
+def chunk_starts(pipe: Pipe, tails: Tails) -> tuple[dict[int, float], float]:
+    """When each node begins its first chunk, and the period after which it begins the next one."""
+    found: dict[int, Interval] = {}
+    start, period = 0.0, 0.0
+    for part in pipe.parts:
+        _place(part, tails, start, found)
+        seconds = _seconds(part, tails, {})[0]
+        if isinstance(part, Leaf) and part.streams:
+            start += seconds * float(tails[part.node][pipe.chunks][0])
+        else:
+            start, period = start + seconds, max(period, seconds)
+    return {node: one.start_s for node, one in found.items()}, period
+
+
 def _place_pipe(tree: Pipe, seconds: list[float], tails: Tails, start: float, found: dict[int, Interval]) -> None:
     ends = _pipe_ends(tree, seconds, tails)
     begin = start

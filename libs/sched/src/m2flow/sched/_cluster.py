@@ -7,15 +7,25 @@ from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched.errors import InputError
 
 MOST_DEVICES = 1 << 17
+_FIGURES = "memory_bytes", "flops_per_s", "memory_bytes_per_s"
 
 
 @dataclass(frozen=True)
 class Pool:
-    """All devices of one kind; `spec` has the smallest memory of them."""
+    """All devices of one kind; `spec` has the least of each figure that they have."""
 
     kind: str
     ids: tuple[int, ...]
     spec: sched_pb2.DeviceSpec
+
+    def changed(self, *, count: int | None = None, memory: float = 1.0) -> "Pool":
+        """What-if: with `count` devices, the first ones or new ones besides, of `memory` times the bytes."""
+        wanted = len(self.ids) if count is None else count
+        new = range(self.ids[-1] + 1, self.ids[-1] + 1 + max(0, wanted - len(self.ids)))
+        spec = sched_pb2.DeviceSpec()
+        spec.CopyFrom(self.spec)
+        spec.memory_bytes *= memory
+        return Pool(self.kind, (*self.ids[:wanted], *new), spec)
 
 
 def pools(cluster: sched_pb2.ClusterSpec) -> Mapping[str, Pool]:
@@ -31,12 +41,10 @@ def pools(cluster: sched_pb2.ClusterSpec) -> Mapping[str, Pool]:
     following = 0
     for node in cluster.nodes:
         for _ in range(max(node.count, 1)):
-            for spec in node.devices:
+            for spec in (listed for listed in node.devices if listed.count):
                 ids.setdefault(spec.kind, []).extend(range(following, following + spec.count))
                 following += spec.count
-                known = specs.get(spec.kind)
-                if known is None or 0 < spec.memory_bytes < (known.memory_bytes or float("inf")):
-                    specs[spec.kind] = spec
+                specs[spec.kind] = _least(specs[spec.kind], spec) if spec.kind in specs else spec
     cores = sum(node.cores * max(node.count, 1) for node in cluster.nodes)
     if "cpu" not in ids and cores:
         ids["cpu"] = list(range(following, following + cores))
@@ -51,32 +59,20 @@ def num_devices(cluster: sched_pb2.ClusterSpec) -> int:
     return sum(max(n.count, 1) * (n.cores + sum(d.count for d in n.devices)) for n in cluster.nodes)
 
 
-def with_devices(cluster: sched_pb2.ClusterSpec, kind: str, more: int) -> sched_pb2.ClusterSpec | None:
-    """The cluster with `more` devices (cores) of a kind on one of its nodes, fewer if negative.
-
-    None if no node can spare so many (one stays on each), or they would be more than can be planned.
-    """
-    if num_devices(cluster) + more > MOST_DEVICES:
-        return None
-    changed = sched_pb2.ClusterSpec()
-    changed.CopyFrom(cluster)
-    listed = any(spec.kind == kind for node in cluster.nodes for spec in node.devices)
-    for node in changed.nodes:
-        for spec in node.devices if listed else ():
-            if spec.kind == kind and spec.count + more >= 1:
-                _alone(changed, node)
-                spec.count += more
-                return changed
-        if kind == "cpu" and not listed and node.cores and node.cores + more >= 1:
-            _alone(changed, node)
-            node.cores += more
-            return changed
-    return None
+def mixed(cluster: sched_pb2.ClusterSpec) -> list[str]:
+    """Kinds whose devices differ in what they can do."""
+    found: dict[str, set[tuple[float, ...]]] = {}
+    for node in cluster.nodes:
+        for spec in node.devices:
+            found.setdefault(spec.kind, set()).add(tuple(getattr(spec, name) for name in _FIGURES))
+    return [kind for kind, figures in found.items() if len(figures) > 1]
 
 
-def _alone(cluster: sched_pb2.ClusterSpec, node: sched_pb2.NodeSpec) -> None:
-    """Leaves one machine in `node`; its equals become an entry of their own, at the end."""
-    if node.count > 1:
-        cluster.nodes.add().CopyFrom(node)
-        cluster.nodes[-1].count = node.count - 1
-        node.count = 1
+def _least(one: sched_pb2.DeviceSpec, other: sched_pb2.DeviceSpec) -> sched_pb2.DeviceSpec:
+    """The least of each figure; one that is not given is not known to be less."""
+    least = sched_pb2.DeviceSpec()
+    least.CopyFrom(one)
+    for name in _FIGURES:
+        given = [value for value in (getattr(one, name), getattr(other, name)) if value]
+        setattr(least, name, min(given, default=0.0))
+    return least

@@ -32,6 +32,7 @@ class Costs:
         switches: By group.
         hand_offs: By stage, where they were measured.
         notes: What was assumed or estimated, in words.
+        scaled, switching: What-if: factors on the seconds of stages, and of onload and offload.
     """
 
     workflow: Workflow
@@ -45,6 +46,7 @@ class Costs:
     hand_offs: Mapping[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     scaled: Mapping[str, float] = field(default_factory=dict)
+    switching: float = 1.0
 
     def stage_seconds(self, stage: str, items: float | Floats, devices: Floats, beside: frozenset[str]) -> Floats:
         """[N] seconds of one chunk of a stage, its transfers in and its passive feeders included."""
@@ -83,8 +85,8 @@ class Costs:
             return 0.0, 0.0
         moved = max(known.resident_bytes - known.offloaded_bytes, 0.0) / _MOVE_BYTES_PER_S
         if not known.onload_s and not known.offload_s:
-            return moved, moved
-        return known.onload_s, known.offload_s
+            return self.switching * moved, self.switching * moved
+        return self.switching * known.onload_s, self.switching * known.offload_s
 
     def switches_s(self, groups: tuple[str, ...]) -> tuple[float, float]:
         """Seconds of onload and of offload of several groups, one after the other."""
@@ -192,11 +194,21 @@ def _stage(
         )
         return assumed_stage(_ASSUMED_S)
     scale, error = hardware_scale(profile.measured_on, pool.spec) if pool else (1.0, 0.0)
+    if roof is not None and pool is not None and error > roof.noise:
+        notes.append(
+            f"{stage}: measured on {_hardware(profile)}, too unlike these devices; a roofline of "
+            f"{pool.kind}, right within a factor of two"
+        )
+        return roof
     if (scale, error) != (1.0, 0.0):
         notes.append(
-            f"{stage}: measured on {profile.hardware or profile.measured_on.kind}, scaled by {scale:.3g} for this "
+            f"{stage}: measured on {_hardware(profile)}, scaled by {scale:.3g} for this "
             f"hardware's ceilings, within {error:.0%}"
         )
     if fitted.away:
         notes.append(f"{stage}: not measured in the layout that it would have; extrapolated from others")
     return replace(fitted, scale=scale, hardware_error=error, roof=roof)
+
+
+def _hardware(profile: sched_pb2.Profile) -> str:
+    return profile.hardware or profile.measured_on.kind

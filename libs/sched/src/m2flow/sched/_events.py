@@ -97,6 +97,9 @@ class Clockwork:
             [j for j, other in enumerate(tasks) if j != i and other.devices & task.devices]
             for i, task in enumerate(tasks)
         ]
+        self._earlier = [
+            [j for j in others if tasks[j].position < tasks[i].position] for i, others in enumerate(self._conflicts)
+        ]
         self._heap: list[tuple[float, int, Callable[[float], None]]] = []
         self._count = 0
         self._now = 0.0
@@ -128,28 +131,39 @@ class Clockwork:
         heapq.heappush(self._heap, (time, self._count, action))
 
     def _dispatch(self) -> None:
-        """Gives devices to whoever can start, by ticket; a lower ticket that waits for devices reserves nothing."""
-        order = self._order
+        """Starts whoever can start; a start may make room for a producer that comes before it in the order."""
+        while self._start_all():
+            pass
+
+    def _start_all(self) -> bool:
+        """Gives devices to whoever can start, by ticket; what an earlier ticket waits for is given to no later one."""
+        order, started, waiting = self._order, False, set[int]()
         if self._in_flight > 1:
             order = sorted(order, key=lambda i: (self._states[i].iteration, self._tasks[i].position))
         for index in order:
-            while self._free(index) and self._ready(index):
-                self._states[index].holds = True
+            state = self._states[index]
+            while self._has_lane(index) and self._ready(index):
+                if not state.holds and any(self._states[j].holds or j in waiting for j in self._conflicts[index]):
+                    waiting.add(index)
+                    break
+                state.holds = started = True
                 self._start(index)
+        return started
 
-    def _free(self, index: int) -> bool:
-        """Whether a lane, a chunk and the devices are there."""
+    def _has_lane(self, index: int) -> bool:
+        """Whether a lane and a chunk are there."""
         state, task = self._states[index], self._tasks[index]
         if state.leaving or len(state.running) == task.lanes or state.started == task.chunks:
             return False
-        if state.iteration >= self._iterations:
-            return False
-        return state.holds or not any(self._states[other].holds for other in self._conflicts[index])
+        return state.iteration < self._iterations
 
     def _ready(self, index: int) -> bool:
-        """Whether input and room for the next chunk are there."""
+        """Whether input and room for the next chunk are there, and the turn has come where turns are an iteration long:
+        those before it on its devices are through."""
         state, task = self._states[index], self._tasks[index]
         if state.iteration >= self._in_flight and self._finished[state.iteration - self._in_flight] < len(self._tasks):
+            return False
+        if task.hold and any(self._states[j].iteration <= state.iteration for j in self._earlier[index]):
             return False
         wanted = min(1.0, (state.started + 1) * task.fraction)
         for producer, whole in task.needs:

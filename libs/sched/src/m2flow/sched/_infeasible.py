@@ -1,8 +1,7 @@
 """Why no plan fits: what is missing, by how much, and which single change would make one fit."""
 
-from m2flow.proto.sched.v1 import sched_pb2
-from m2flow.sched._build import Model, build
-from m2flow.sched._cluster import with_devices
+from m2flow.sched._build import Model, what_if
+from m2flow.sched._cluster import MOST_DEVICES
 from m2flow.sched._plans import best_plans
 
 _MOST_TIMES = 128  # as many devices, or as much memory, as a change may ask for
@@ -20,9 +19,9 @@ def why_infeasible(model: Model) -> str:
         changes.append(f"{more} {kind} device{'s' if more > 1 else ''} more ({count} in all)")
     changes += [f"{kind} devices with {_bytes(size)}" for kind, size in memory.items()]
     for group in model.workflow.graph.groups:
-        if not group.can_offload and _fits(model, offload=group.name):
+        if not group.can_offload and _fits(what_if(model, offload=group.name)):
             changes.append(f"let group {group.name!r} offload (can_offload)")
-    if model.request.mode and _fits(model, any_mode=True):
+    if model.request.mode and best_plans(model.problem, "", 1):
         changes.append("allow any mode")
     remedy = "; or ".join(changes) if changes else "no single change of devices, memory, offload or mode makes one fit"
     return f"{_shortage(model, devices, memory)}. What would make it fit: {remedy}."
@@ -56,58 +55,40 @@ def _least_devices(model: Model, kind: str) -> int:
     """The fewest devices of a kind with which a plan fits, in steps of the quantum asked for; 0 if 128 times do not."""
     have, step = len(model.pools[kind].ids), max(model.request.device_quantum, 1)
     low, more = 0, step
-    while not _fits(model, more={kind: more}):
+    while not _fits_with(model, kind, have + more):
         if more > _MOST_TIMES * have:
             return 0
         low, more = more, more * 2
     while more - low > step:
         middle = (low + more) // 2 // step * step
-        low, more = (low, middle) if _fits(model, more={kind: middle}) else (middle, more)
+        low, more = (low, middle) if _fits_with(model, kind, have + middle) else (middle, more)
     return have + more
 
 
 def _least_memory(model: Model, kind: str) -> float:
     """Bytes on one device of a kind with which a plan fits, to 0.1%; 0 where memory is no help, or 128 times is not."""
     have = model.pools[kind].spec.memory_bytes
-    if not have or not _fits(model, memory={kind: _MOST_TIMES}):
+    if not have or not _fits(what_if(model, memory={kind: _MOST_TIMES})):
         return 0.0
     low, high = 1.0, float(_MOST_TIMES)
     while high > 1.001 * low:
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if _fits(model, memory={kind: middle}) else (middle, high)
+        low, high = (low, middle) if _fits(what_if(model, memory={kind: middle})) else (middle, high)
     return have * high
 
 
-def _fits(
-    model: Model,
-    *,
-    more: dict[str, int] | None = None,
-    memory: dict[str, float] | None = None,
-    offload: str = "",
-    any_mode: bool = False,
-) -> bool:
-    request = sched_pb2.PlanRequest()
-    request.CopyFrom(model.request)
-    for kind, count in (more or {}).items():
-        cluster = with_devices(request.cluster, kind, count)
-        if cluster is None:
-            return False
-        request.cluster.CopyFrom(cluster)
-        request.device_quantum *= _coarser(model, len(model.pools[kind].ids) + count)
-    for node in request.cluster.nodes:
-        for spec in node.devices:
-            spec.memory_bytes *= (memory or {}).get(spec.kind, 1.0)
-    for group in request.workflow.groups:
-        group.can_offload |= group.name == offload
-    if any_mode:
-        request.mode = ""
-    return bool(best_plans(build(request).problem, request.mode, 1))
+def _fits(model: Model) -> bool:
+    return bool(best_plans(model.problem, model.request.mode, 1))
 
 
-def _coarser(model: Model, count: int) -> int:
-    """The factor on the quantum with which so many devices are searched as fast as those at hand, or 64 units."""
-    units = max(_UNITS, *model.problem.grid.shape)
-    return max(1, -(-count // (max(model.request.device_quantum, 1) * units)))
+def _fits_with(model: Model, kind: str, count: int) -> bool:
+    """Whether a plan fits with so many devices of a kind, in units so large that the search takes no longer."""
+    others = sum(len(pool.ids) for other, pool in model.pools.items() if other != kind)
+    if count + others > MOST_DEVICES:
+        return False
+    quantum = model.problem.quanta[model.kinds.index(kind)]
+    coarser = -(-count // (quantum * max(_UNITS, *model.problem.grid.shape)))
+    return _fits(what_if(model, devices={kind: count}, coarser=coarser))
 
 
 def _bytes(size: float) -> str:

@@ -1,16 +1,17 @@
 """From a plan's tree to an execution plan: device ids, granularity, order, residency and capacities."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 
 import numpy as np
 
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.sched._build import Model
-from m2flow.sched._closed_form import intervals, iteration_seconds
+from m2flow.sched._closed_form import chunk_starts, intervals, iteration_seconds
 from m2flow.sched._plans import Candidate
 from m2flow.sched._tree import Leaf, Pipe, Tree, Turns, leaves, walk
 from m2flow.sched._workflow import work_sources
+from m2flow.sched.cost import Estimate
 
 Ids = dict[str, tuple[int, ...]]
 
@@ -101,27 +102,56 @@ def _groups(model: Model, tree: Tree) -> set[str]:
     return {g for leaf in leaves(tree) for g in model.workflow.nodes[leaf.node].groups}
 
 
-def _turns(tree: Tree, level: str = "") -> Iterator[tuple[Leaf, str]]:
-    """Leaves with how long their turns are: "iteration", "chunk", or "" for one that shares with nobody."""
+def _turns(tree: Tree, before: Sequence[int], inside: bool = False, turns: str = "") -> Iterator[tuple[Leaf, str]]:
+    """Leaves in the order of their turns, with how long these are: "iteration", "chunk", or "" if nobody shares.
+
+    What takes turns inside a pipeline does so chunk by chunk, also where the pipeline takes turns with others.
+
+    Args:
+        before: See `Problem.before`.
+        inside: Whether the tree is part of a pipeline.
+        turns: Of what the tree is part of.
+    """
     if isinstance(tree, Leaf):
-        yield tree, level
-        return
-    inside = level
-    if isinstance(tree, Turns):
-        chunks = next(leaves(tree)).chunks
-        inside = "chunk" if all(leaf.chunks == chunks for leaf in leaves(tree)) and chunks > 1 else "iteration"
-    for part in tree.parts:
-        yield from _turns(part, inside)
+        yield tree, turns
+    elif isinstance(tree, Pipe):
+        rank = _ranks(tree, before)
+        for part in tree.parts:
+            yield from sorted(_turns(part, before, True, turns), key=lambda turn: rank[turn[0].node])
+    else:
+        if isinstance(tree, Turns):
+            turns = "chunk" if inside else "iteration"
+        for part in tree.parts:
+            yield from _turns(part, before, inside, turns)
+
+
+def _ranks(pipe: Pipe, before: Sequence[int]) -> dict[int, tuple[float, bool]]:
+    """Who of a layer comes first: who feeds the slowest of later layers; last, whom no stream joins to another layer.
+
+    The bounds of their edges make the first give way to the rest; nothing would hold back the last.
+    """
+    layer_of = {leaf.node: number for number, part in enumerate(pipe.parts) for leaf in leaves(part)}
+    streams = [(i, j) for j in layer_of for i in layer_of if before[j] >> i & 1]
+    linked = {i for ends in streams for i in ends if len({layer_of[j] for j in ends}) > 1}
+    for _ in layer_of:
+        linked |= {i for ends in streams for i in ends if linked & set(ends)}
+    chunk_s = {leaf.node: leaf.chunk_s for leaf in leaves(pipe)}
+    feeds: dict[int, float] = {}
+    for node in sorted(layer_of, reverse=True):  # consumers first
+        behind = [j for i, j in streams if i == node]
+        longest = [max(feeds[j], chunk_s[j] if layer_of[j] > layer_of[node] else 0.0) for j in behind]
+        feeds[node] = max(longest, default=0.0)
+    return {node: (-feeds[node], node not in linked) for node in layer_of}
 
 
 def _add_stages(model: Model, candidate: Candidate, plan: flow_pb2.ExecutionPlan) -> None:
     position = 0
-    for leaf, level in _turns(candidate.tree):
+    for leaf, turns in _turns(candidate.tree, model.problem.before):
         for stage in model.workflow.nodes[leaf.node].stages:
             pieces = 1 if leaf.streams else leaf.chunks * max(leaf.batches, 1)
             volume = model.workflow.volumes[stage]
             granularity = max(1, ceil(volume / pieces - 1e-9))
-            plan.stages.add(stage=stage, granularity=granularity, position=position, hold=level == "iteration")
+            plan.stages.add(stage=stage, granularity=granularity, position=position, hold=turns == "iteration")
             position += 1
     for publish in model.workflow.publishes:
         plan.stages.add(stage=publish.name, granularity=1, position=position, hold=False)
@@ -129,43 +159,41 @@ def _add_stages(model: Model, candidate: Candidate, plan: flow_pb2.ExecutionPlan
 
 
 def _add_edges(model: Model, candidate: Candidate, plan: flow_pb2.ExecutionPlan) -> None:
-    """Bounds that make turns alternate; all other edges have none.
+    """Bounds that make turns within a chunk alternate; all other edges have none.
 
-    Where turns are a chunk long, an edge inside holds one chunk, so that the producer yields, and an edge from an
-    earlier layer as many as there are layers between and one, so that the one of two consumers that comes first does
-    not take all. Where items meet others on the way there is no bound: those that wait for others would fill it. The
-    feedback of a cycle holds the chunk that goes round.
+    An edge of a pipeline that has such turns holds as many chunks as the producer is ahead of the consumer in the
+    closed form, where every chunk begins one period after the one before. Where items meet others on the way, or find
+    their rank by their place, there is no bound: those that wait for others would fill it. The feedback of a cycle
+    holds the chunk that goes round.
     """
-    by_chunk, layer_of = {}, _layers(candidate.tree)
-    leaf_of: dict[str, Leaf] = {}
-    for leaf, level in _turns(candidate.tree):
-        stages = model.workflow.nodes[leaf.node].stages
-        leaf_of.update(dict.fromkeys(stages, leaf))
-        if level == "chunk":
-            by_chunk.update(dict.fromkeys(stages, leaf))
+    home: dict[str, Leaf] = {}
+    ahead: dict[int, tuple[Pipe, float]] = {}
+    for part in walk(candidate.tree):
+        if isinstance(part, Leaf):
+            home.update(dict.fromkeys(model.workflow.nodes[part.node].stages, part))
+        elif isinstance(part, Pipe) and any(isinstance(inner, Turns) for inner in walk(part)):
+            starts, period = chunk_starts(part, model.problem.tails)
+            ahead.update({node: (part, start / (period or 1.0)) for node, start in starts.items()})
     sources = work_sources(model.workflow)
     for stream in model.workflow.graph.streams:
         capacity, volume = 0, model.workflow.volumes[stream.consumer]
-        producer, consumer = leaf_of.get(stream.producer), by_chunk.get(stream.consumer)
+        producer, consumer = home.get(stream.producer), home.get(stream.consumer)
         if stream.feedback:
-            head = leaf_of[min(sources[stream.producer])]
-            capacity = ceil(volume / head.chunks - 1e-9)
-        elif producer is not None and consumer is not None and producer.chunks == consumer.chunks:
-            between = layer_of[consumer.node] - layer_of[producer.node]
-            capacity = max(1, ceil(volume / consumer.chunks - 1e-9)) * (1 if between == 0 else between + 1)
+            capacity = ceil(volume / home[min(sources[stream.producer])].chunks - 1e-9)
+        elif producer and consumer and producer.node in ahead and consumer.node in ahead:
+            (one, begins), (other, follows) = ahead[producer.node], ahead[consumer.node]
+            if one is other and not producer.streams and not _by_place(model, plan, stream.consumer):
+                capacity = max(1, ceil(volume / consumer.chunks - 1e-9)) * max(1, ceil(follows - begins - 1e-9))
         plan.edges.add(producer=stream.producer, consumer=stream.consumer, capacity=capacity)
 
 
-def _layers(tree: Tree) -> dict[int, int]:
-    """The layer of each node in its pipeline; 0 outside pipelines."""
-    found: dict[int, int] = {}
-    for part in walk(tree):
-        if isinstance(part, Pipe):
-            for layer, inner in enumerate(part.parts):
-                found.update({leaf.node: layer for leaf in leaves(inner)})
-        elif isinstance(part, Leaf):
-            found.setdefault(part.node, 0)
-    return found
+def _by_place(model: Model, plan: flow_pb2.ExecutionPlan, stage: str) -> bool:
+    """Whether items find their rank of a stage by their place, rather than go to whichever asks first."""
+    graph, group = model.workflow.graph, model.workflow.groups[_group_of(model, stage)]
+    mates = {s.name for s in graph.stages if s.group == group.name}
+    loops = any(node.cyclic and mates & set(node.stages) for node in model.workflow.nodes)
+    meets = sum(s.consumer == stage and not s.feedback for s in graph.streams) > 1
+    return next(g.num_ranks for g in plan.groups if g.group == group.name) > 1 and (group.in_step or loops or meets)
 
 
 def _add_prediction(
@@ -189,15 +217,20 @@ def _add_prediction(
 def error_seconds(model: Model, tree: Tree) -> float:
     """Half the width of the believed interval: the stages' own errors, carried through the closed form."""
     tails, base, square = model.problem.tails, iteration_seconds(tree, model.problem.tails), 0.0
+    for node, _, estimate in estimates(model, tree):
+        share = estimate.relative_error / len(model.workflow.nodes[node].stages)
+        square += (iteration_seconds(tree, tails, {node: 1 + share}) - base) ** 2
+    return float(square**0.5)
+
+
+def estimates(model: Model, tree: Tree) -> Iterator[tuple[int, str, Estimate]]:
+    """What is asked of each stage: its node, its name and the answer."""
     for leaf in leaves(tree):
         node = model.workflow.nodes[leaf.node]
         for stage in node.stages:
             devices = leaf.devices[node.groups.index(_group_of(model, stage))]
             pieces = 1 if leaf.streams else leaf.chunks * max(leaf.batches, 1)
-            estimate = model.costs.estimate(stage, model.workflow.volumes[stage] / pieces, devices)
-            wider = iteration_seconds(tree, tails, {leaf.node: 1 + estimate.relative_error / len(node.stages)})
-            square += (wider - base) ** 2
-    return float(square**0.5)
+            yield leaf.node, stage, model.costs.estimate(stage, model.workflow.volumes[stage] / pieces, devices)
 
 
 def _group_of(model: Model, stage: str) -> str:

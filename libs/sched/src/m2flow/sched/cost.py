@@ -27,7 +27,7 @@ _TERMS = 7
 _INTERVAL = 3.0  # times the median deviation is two standard deviations, nearly
 _STRANGE = 2.0  # e-folds that an e-fold to the next measured layout counts for: the terms of a layout are rough
 _RECENT = 8  # ratios of one stage beside the same others that count: the last ones
-_FAR = np.log(8.0)  # beyond 8x outside the samples a roofline is better than the curve, where there is one
+_FAR = np.log(8.0)  # from 8x outside the samples a roofline, where there is one, says how the curve goes on
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class StageCost:
         scale: A factor on every answer: what-if, or other hardware.
         origin: "measured" for a fit; "assumed" or "roofline" for a stage without samples.
         hardware_error: Relative error that `scale` brings with it.
-        roof: What answers questions further than 8x outside the samples; None where the hardware or model is unknown.
+        roof: How the curve goes on from where it is 8x outside the samples; None where hardware or model is unknown.
         away: E-folds to the nearest layout that was measured; 0 where the one asked for was.
     """
 
@@ -78,7 +78,14 @@ class StageCost:
 
     def seconds(self, items: float | Array, devices: Array) -> Array:
         """Seconds for `items` items (one number, or [N]) on each of `devices` [N]; blocks for microseconds."""
-        x = np.maximum(np.broadcast_to(items, devices.shape) * self.per_item, 1e-12)
+        if self.roof is not None:
+            near_items, near_devices = self._within_reach(items, devices)
+            grown = self.roof.seconds(items, devices) / self.roof.seconds(near_items, near_devices)
+            return np.asarray(self._curve(near_items, near_devices) * grown * self.scale)
+        return np.asarray(self._curve(items, devices) * self.scale)
+
+    def _curve(self, items: float | Array, devices: Array) -> Array:
+        x = self._x(items, devices)
         terms = np.stack([np.ones_like(x), x / devices, x, np.log2(devices)], axis=1)
         fitted = terms @ self.coefficients
         if len(self.points) and (np.abs(self.residuals) > 1e-12).any():
@@ -86,11 +93,7 @@ class StageCost:
             square = ((query[:, None, :] - self.points[None, :, :]) ** 2).sum(axis=2)
             weight = 1.0 / (square + 1e-9)
             fitted = fitted * np.exp((weight @ self.residuals) / (weight.sum(axis=1) + 1.0 / _FADE))
-        if self.roof is not None:
-            far = self._outside(x, devices) > _FAR
-            if far.any():
-                fitted = np.where(far, self.roof.seconds(items, devices) / self.scale, fitted)
-        return np.asarray(fitted * self.scale)
+        return np.asarray(fitted)
 
     def estimate(self, items: float, devices: int) -> Estimate:
         """As `seconds`, for one device count, with its error: the scatter, and 15% per factor e outside the samples."""
@@ -99,9 +102,9 @@ class StageCost:
         if self.origin != "measured" or not len(self.points):
             return Estimate(seconds, error, self.origin)
         query = np.array([np.log(max(items * self.per_item, 1e-12)), np.log(devices)])
-        outside = float(self._outside(np.exp(query[:1]), np.array([float(devices)]))[0])
+        outside = float(self._outside(query[None, :])[0])
         if self.roof is not None and outside > _FAR:
-            return Estimate(seconds, self.roof.noise, "roofline")
+            return Estimate(seconds, float(np.hypot(error, self.roof.noise)), "roofline")
         near = float(((self.points - query) ** 2).sum(axis=1).min())
         if outside > 1e-6:
             return Estimate(seconds, error + 0.15 * outside + 0.3 * max(0.0, outside - float(_FAR)), "extrapolated")
@@ -111,11 +114,24 @@ class StageCost:
         """The items, as long as they now are, that are as much work as the sample's."""
         return sample.tokens / self.per_item if self.counts_tokens and sample.tokens else sample.items
 
-    def _outside(self, x: Array, devices: Array) -> Array:
-        """E-folds outside the box of the samples, in x, devices and layout together; [N]."""
-        query = np.stack([np.log(x), np.log(devices)], axis=1)
-        low, high = self.points.min(axis=0), self.points.max(axis=0)
-        return np.asarray(np.maximum(np.maximum(low - query, query - high), 0.0).sum(axis=1)) + self.away
+    def _x(self, items: float | Array, devices: Array) -> Array:
+        return np.maximum(np.broadcast_to(items, devices.shape) * self.per_item, 1e-12)
+
+    def _outside(self, query: Array) -> Array:
+        """[N] e-folds of [N, 2] questions outside the box of the samples, in x, devices and layout together."""
+        return np.asarray(np.abs(query - self._in_box(query)).sum(axis=1)) + self.away
+
+    def _in_box(self, query: Array) -> Array:
+        return np.clip(query, self.points.min(axis=0), self.points.max(axis=0))
+
+    def _within_reach(self, items: float | Array, devices: Array) -> tuple[Array, Array]:
+        """[N] items and [N] devices of the questions; of those out of the curve's reach, where it ends towards them."""
+        query = np.stack([np.log(self._x(items, devices)), np.log(devices)], axis=1)
+        box = self._in_box(query)
+        distance = np.maximum(np.abs(query - box).sum(axis=1), 1e-12)
+        reach = np.clip((_FAR - self.away) / distance, 0.0, 1.0)[:, None]
+        x, near_devices = np.exp(box + reach * (query - box)).T
+        return x / self.per_item, near_devices
 
 
 def fit_stage(

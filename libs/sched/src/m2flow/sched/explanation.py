@@ -1,28 +1,28 @@
 """Why this plan: in words, with the runners-up, what binds, and what would change the choice."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from m2flow.proto.sched.v1 import sched_pb2
-from m2flow.sched._build import Model, build
-from m2flow.sched._build import scaled as scaled_model
-from m2flow.sched._cluster import with_devices
+from m2flow.sched._build import Model, build, what_if
+from m2flow.sched._cluster import MOST_DEVICES
 from m2flow.sched._coarse import is_large
 from m2flow.sched._plans import best_plans
 from m2flow.sched._tree import shape
 from m2flow.sched._words import plan_in_words
 from m2flow.sched.planning import respond, searched
 
-_MOST = 4.0  # a sensitivity is looked for between a quarter and four times the number
-_STEPS = 5
+_MOST = 4.0  # a sensitivity is looked for between a quarter and four times the number,
+_STEPS = 6  # in so many steps,
+_CLOSE = 1.005  # of which the first that flips the choice is halved until the number is this close
 _MOST_STAGES = 3
 
 
 @dataclass(frozen=True)
-class WhatIf:
-    """A change of the inputs, what the best plan then takes and looks like."""
+class Choice:
+    """What the best plan takes and looks like."""
 
-    what: str
     seconds: float
     mode: str
     shape: str
@@ -38,7 +38,7 @@ def explain(request: sched_pb2.ExplainRequest | sched_pb2.PlanRequest) -> sched_
     Raises:
         InputError: a part of the request is contradictory.
 
-    Blocks for some tens of searches.
+    Blocks for a hundred searches or so: mostly under a second of CPU.
     """
     asked = request.request if isinstance(request, sched_pb2.ExplainRequest) else request
     model = build(asked)
@@ -47,7 +47,7 @@ def explain(request: sched_pb2.ExplainRequest | sched_pb2.PlanRequest) -> sched_
     if not answer.plans:
         return sched_pb2.ExplainResponse(response=answer, text=answer.infeasible)
     response = sched_pb2.ExplainResponse(response=answer)
-    base = _what_if(model, "as given")
+    base = _best(model)
     assert base is not None
     binding = _binding(model, base)
     response.binding_constraint = binding[0] if binding else "nothing: no change tried saves 1%"
@@ -56,49 +56,24 @@ def explain(request: sched_pb2.ExplainRequest | sched_pb2.PlanRequest) -> sched_
     lines += _mode_lines(model, base)
     lines.append(f"Binding: {response.binding_constraint}.")
     lines += [f"Else: {line}." for line in binding[1:4]]
-    lines += [f"It flips: {s.what} x{s.factor:.2f} makes it {s.becomes}." for s in response.sensitivities]
+    lines += [f"It flips: {s.what} x{s.factor:.3g} makes it {s.becomes}." for s in response.sensitivities]
     if not response.sensitivities:
-        lines.append("It holds when any one stage's time, the switching or the memory moves fourfold either way.")
+        lines.append(
+            "It holds when any one stage's time, the switching or the memory moves fourfold either way, in "
+            f"{_STEPS} steps."
+        )
     lines += _device_lines(model, base)
     response.text = "\n".join(lines)
     return response
 
 
-def _what_if(
-    model: Model,
-    what: str,
-    *,
-    scaled: dict[str, float] | None = None,
-    memory: float = 1.0,
-    switching: float = 1.0,
-    cluster: sched_pb2.ClusterSpec | None = None,
-    mode: str | None = None,
-) -> WhatIf | None:
-    """The best plan after a change; None if no plan fits then."""
-    if scaled:
-        return _best(scaled_model(model, scaled), what)
-    request = sched_pb2.PlanRequest()
-    request.CopyFrom(model.request)
-    request.mode = request.mode if mode is None else mode
-    if cluster is not None:
-        request.cluster.CopyFrom(cluster)
-    for node in request.cluster.nodes:
-        for spec in node.devices:
-            spec.memory_bytes *= memory
-    for switch in request.profile.switches:
-        switch.onload_s = max(switch.onload_s * switching, 1e-12)
-        switch.offload_s = max(switch.offload_s * switching, 1e-12)
-    return _best(build(request), what)
+def _best(model: Model, mode: str = "") -> Choice | None:
+    """The best plan of a mode ("" for the one asked for); None if none fits."""
+    best = best_plans(model.problem, mode or model.request.mode, 1)
+    return Choice(best[0].seconds, best[0].mode, shape(best[0].tree)) if best else None
 
 
-def _best(model: Model, what: str) -> WhatIf | None:
-    best = best_plans(model.problem, model.request.mode, 1)
-    if not best:
-        return None
-    return WhatIf(what, best[0].seconds, best[0].mode, shape(best[0].tree))
-
-
-def _binding(model: Model, base: WhatIf) -> list[str]:
+def _binding(model: Model, base: Choice) -> list[str]:
     """What would save 1% or more if it were easier, most first."""
     found: list[tuple[float, str]] = []
     for what, changed in _reliefs(model):
@@ -108,38 +83,41 @@ def _binding(model: Model, base: WhatIf) -> list[str]:
     return [line for _, line in sorted(found, key=lambda f: -f[0])]
 
 
-def _reliefs(model: Model) -> Iterator[tuple[str, WhatIf | None]]:
+def _reliefs(model: Model) -> Iterator[tuple[str, Choice | None]]:
     for stage in (s for node in model.workflow.nodes for s in node.stages):
-        yield f"{stage} a fifth faster", _what_if(model, stage, scaled={stage: 0.8})
+        yield f"{stage} a fifth faster", _best(what_if(model, seconds={stage: 0.8}))
     if any(pool.spec.memory_bytes for pool in model.pools.values()):
-        yield "memory twice as large", _what_if(model, "memory", memory=2.0)
+        yield "memory twice as large", _best(_with_memory(model, 2.0))
     if model.request.profile.switches:
-        yield "switching for nothing", _what_if(model, "switching", switching=0.0)
+        yield "switching for nothing", _best(what_if(model, switching=0.0))
     if model.problem.sync_s:
-        request_free = _what_if(model, "sync")
-        if request_free is not None:
-            shorter = request_free.seconds - model.problem.sync_s
-            yield "publishing weights for nothing", WhatIf("sync", shorter, request_free.mode, request_free.shape)
+        best = _best(model)
+        if best is not None:
+            yield "publishing weights for nothing", replace(best, seconds=best.seconds - model.problem.sync_s)
 
 
-def _sensitivities(model: Model, base: WhatIf) -> list[sched_pb2.Sensitivity]:
+def _sensitivities(model: Model, base: Choice) -> list[sched_pb2.Sensitivity]:
     """The smallest change of each number, up and down, that makes another kind of plan the best."""
+    changes: dict[str, Callable[[float], Model]] = {
+        f"{stage} seconds": lambda factor, stage=stage: what_if(model, seconds={stage: factor})  # type: ignore[misc]
+        for stage in _weighty(model)
+    }
+    if not model.problem.unlimited:
+        changes["memory"] = lambda factor: _with_memory(model, factor)
+    if model.request.profile.switches:
+        changes["switching"] = lambda factor: what_if(model, switching=factor)
+    steps = 1 if is_large(model.problem) else _STEPS
     found = []
-    for stage in _weighty(model):
-        for upward in (True, False):
-            flip = _flip(model, base, upward, stage=stage)
-            if flip is not None:
-                found.append(sched_pb2.Sensitivity(what=f"{stage} seconds", factor=flip[0], becomes=flip[1]))
-    for what in ("memory", "switching"):
-        if what == "switching" and not model.request.profile.switches:
-            continue
-        if what == "memory" and model.problem.unlimited:
-            continue
-        for upward in (True, False):
-            flip = _flip(model, base, upward, what=what)
+    for what, change in changes.items():
+        for furthest in (_MOST, 1 / _MOST):
+            flip = _flip(base, change, furthest, steps)
             if flip is not None:
                 found.append(sched_pb2.Sensitivity(what=what, factor=flip[0], becomes=flip[1]))
     return sorted(found, key=lambda s: max(s.factor, 1 / s.factor))
+
+
+def _with_memory(model: Model, factor: float) -> Model:
+    return what_if(model, memory=dict.fromkeys(model.kinds, factor))
 
 
 def _weighty(model: Model) -> list[str]:
@@ -151,48 +129,38 @@ def _weighty(model: Model) -> list[str]:
     return sorted(stages, key=lambda s: (-model.costs.estimate(s, volumes[s], 1).seconds, s))[:_MOST_STAGES]
 
 
-def _flip(model: Model, base: WhatIf, upward: bool, *, stage: str = "", what: str = "") -> tuple[float, str] | None:
-    """The factor at which the choice changes, by bisection, and what it becomes; None if it holds up to fourfold."""
-
-    def ask(factor: float) -> WhatIf | None:
-        if stage:
-            return _what_if(model, stage, scaled={stage: factor})
-        return _what_if(model, what, **{what: factor})  # type: ignore[arg-type]
-
-    def differs(answer: WhatIf | None) -> bool:
-        return answer is None or _kind(answer) != _kind(base)
-
-    steady, flipped = 1.0, _MOST if upward else 1 / _MOST
-    answer = ask(flipped)
-    if not differs(answer):
+def _flip(base: Choice, change: Callable[[float], Model], furthest: float, steps: int) -> tuple[float, str] | None:
+    """The first factor on the way to `furthest` at which the choice changes, and what it becomes; None if it holds."""
+    held = 1.0
+    for step in range(1, steps + 1):
+        flipped = furthest ** (step / steps)
+        answer = _best(change(flipped))
+        if _kind(answer) != _kind(base):
+            break
+        held = flipped
+    else:
         return None
-    for _ in range(_STEPS):
-        middle = (steady * flipped) ** 0.5
-        tried = ask(middle)
-        if differs(tried):
-            flipped, answer = middle, tried
+    while max(held / flipped, flipped / held) > _CLOSE:
+        middle = (held * flipped) ** 0.5
+        tried = _best(change(middle))
+        if _kind(tried) == _kind(base):
+            held = middle
         else:
-            steady = middle
+            flipped, answer = middle, tried
     return flipped, "infeasible" if answer is None else f"{answer.mode} {answer.shape}"
 
 
-def _kind(answer: WhatIf) -> str:
-    """A plan's choice: its shape without chunk counts."""
-    kept: list[str] = []
-    skip = False
-    for char in answer.shape:
-        skip = char == "x" if not skip and kept and kept[-1] == " " else skip and char.isdigit()
-        if not skip:
-            kept.append(char)
-    return answer.mode + "".join(kept)
+def _kind(answer: Choice | None) -> str:
+    """A plan's choice: its mode, and its shape without chunk counts."""
+    return "" if answer is None else answer.mode + re.sub(r" x\d+", "", answer.shape)
 
 
-def _mode_lines(model: Model, base: WhatIf) -> list[str]:
+def _mode_lines(model: Model, base: Choice) -> list[str]:
     lines = []
     for mode in ("temporal", "spatial", "hybrid"):
         if mode == base.mode or model.request.mode:
             continue
-        other = _what_if(model, mode, mode=mode)
+        other = _best(model, mode)
         if other is None:
             lines.append(f"No {mode} plan fits.")
         else:
@@ -202,15 +170,15 @@ def _mode_lines(model: Model, base: WhatIf) -> list[str]:
     return lines
 
 
-def _device_lines(model: Model, base: WhatIf) -> list[str]:
+def _device_lines(model: Model, base: Choice) -> list[str]:
     lines = []
+    total = sum(len(pool.ids) for pool in model.pools.values())
     for kind, quantum, units in zip(model.kinds, model.problem.quanta, model.problem.grid.shape, strict=True):
-        step = quantum if units > 1 else 1
+        step, have = quantum if units > 1 else 1, len(model.pools[kind].ids)
         for change in (step, -step):
-            cluster = with_devices(model.request.cluster, kind, change)
-            if cluster is None:
+            if have + change < 1 or total + change > MOST_DEVICES:
                 continue
-            answer = _what_if(model, "devices", cluster=cluster)
+            answer = _best(what_if(model, devices={kind: have + change}))
             what = f"{step} {kind} device{'s' if step > 1 else ''} {'more' if change > 0 else 'fewer'}"
             if answer is None:
                 lines.append(f"With {what}: no plan fits.")

@@ -7,7 +7,7 @@ from m2flow.sched._bound import lower_bound
 from m2flow.sched._build import Model, build
 from m2flow.sched._coarse import is_large
 from m2flow.sched._infeasible import why_infeasible
-from m2flow.sched._placement import execution_plan
+from m2flow.sched._placement import estimates, execution_plan
 from m2flow.sched._plans import Candidate, best_plans
 from m2flow.sched._tree import shape
 from m2flow.sched.errors import InfeasibleError, InputError
@@ -79,6 +79,13 @@ def respond(model: Model, candidates: list[Candidate], seconds: float) -> sched_
         )
     ranked.sort(key=lambda r: r.simulated_s)
     response.plans.extend(ranked)
+    if ranked:
+        first = next(c for c in candidates if shape(c.tree) == ranked[0].shape)
+        response.notes.extend(
+            f"{stage}: asked far outside its samples; a roofline goes on from them, right within a factor of two"
+            for _, stage, estimate in estimates(model, first.tree)
+            if estimate.origin == "roofline" and model.costs.stages[stage].roof is not None
+        )
     if candidates:
         response.lower_bound_s = candidates[0].seconds if exact else lower_bound(model.problem)
     else:

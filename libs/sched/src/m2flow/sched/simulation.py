@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from math import ceil
+from math import ceil, lcm
 
 import numpy as np
 
@@ -149,7 +149,7 @@ def _lanes(model: Model, plan: flow_pb2.ExecutionPlan, number: int) -> int:
 
 
 def _pieces(model: Model, plan: flow_pb2.ExecutionPlan, number: int) -> int:
-    """In how many steps a node's items matter: the most chunks that one behind it takes them in, more for groups."""
+    """In how many steps a node's items matter: so many that every chunk of one behind it ends with one of them."""
     stages, volumes = {s.stage: s for s in plan.stages}, model.workflow.volumes
     steps = [1]
     for edge in model.workflow.edges:
@@ -158,7 +158,7 @@ def _pieces(model: Model, plan: flow_pb2.ExecutionPlan, number: int) -> int:
             steps.append(chunks * _lanes(model, plan, edge.consumer))
             if number in _gathers(model, plan, edge.consumer):
                 steps.append(_curve.KNOTS)
-    return min(_EMISSIONS, max(steps))
+    return min(_EMISSIONS, lcm(*steps))
 
 
 def _gathers(model: Model, plan: flow_pb2.ExecutionPlan, consumer: int) -> dict[int, Callable[[float], float]]:

@@ -110,7 +110,8 @@ class SyntheticWorker(Worker):
         start = time.monotonic() + self.config.fixed_s
         for finish_s, item in self.schedule(items):
             made = make(item)
-            time.sleep(max(0.0, start + finish_s - time.monotonic()))
+            if (left_s := start + finish_s - time.monotonic()) > 0:
+                time.sleep(left_s)
             if self.config.die_on and item.id in self.config.die_on and self.context.attempt == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield made

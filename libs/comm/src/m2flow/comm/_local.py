@@ -1,0 +1,103 @@
+"""A link between two endpoints of one process: who sends a frame deals with it, in the receiving endpoint's place.
+
+So no thread is woken for what is answered at once, and otherwise only the one that waits for it.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+from m2flow.comm import _frames
+from m2flow.comm._frames import Kind
+from m2flow.comm._loop import Loop
+from m2flow.comm._replies import Awaited
+from m2flow.comm.errors import CommError
+
+OnFrame = Callable[[Kind, int, bytes, int | None], object]
+# The same on any thread, of frames that may come to any: says whether it has dealt with this one.
+TakeFrame = Callable[[Kind, int, bytes, int | None], bool]
+OnClosed = Callable[[str], None]
+
+
+class LocalLink:
+    """One end; `on_frame` and `on_closed` run in the place of the endpoint's io thread, `on_closed` once."""
+
+    passes_fds = True
+
+    def __init__(self, loop: Loop, *, on_frame: OnFrame, take: TakeFrame, on_closed: OnClosed) -> None:
+        self._loop = loop
+        self._on_frame = on_frame
+        self._take = take
+        self._on_closed = on_closed
+        self._other: LocalLink | None = None
+        self.body_limit = _frames.MAX_HELLO_BYTES
+
+    def join(self, other: "LocalLink") -> None:
+        """Makes two links the ends of one."""
+        self._other, other._other = other, self
+
+    def send(self, head: bytes, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True) -> None:
+        """Brings a frame to the other end; a descriptor stays the caller's. Raises BrokenPipeError once closed.
+
+        Blocks for what the other end does with it, which never waits.
+        """
+        other = self._other
+        if other is None:
+            raise BrokenPipeError("the link is closed")
+        _, kind, request_id = _frames.parse_header(head, 0, _frames.MAX_BODY_BYTES)
+        other._receive(kind, request_id, bytes(body), None if fd is None else os.dup(fd))
+
+    def _receive(self, kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
+        borrowed = self._loop.borrow()
+        try:
+            if not self._take(kind, request_id, body, fd):
+                self._loop.work(partial(self._deal_with, kind, request_id, body, fd))
+        except CommError as error:
+            self._loop.work(partial(self.fail, str(error)))
+        finally:
+            if borrowed:
+                self._loop.give_back()
+
+    def _deal_with(self, kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
+        try:
+            self._on_frame(kind, request_id, body, fd)
+        except CommError as error:
+            self.fail(str(error))
+
+    def wait_sent(self, timeout_s: float) -> bool:
+        """Nothing waits to be sent."""
+        return True
+
+    def read_until(self, awaited: Awaited, timeout_s: float | None) -> None:
+        """Nothing is read: who answers brings it."""
+
+    def interrupt(self, awaited: Awaited) -> None:
+        """No thread reads."""
+
+    def close(self) -> None:
+        """Closes both ends; `on_closed` is called at the other."""
+        other, self._other = self._other, None
+        # The callbacks lead to the connection, which leads here: without them nothing waits for the cycle collector.
+        self._on_frame, self._take, self._on_closed = _no_frame, _no_frame, _no_close
+        if other is not None:
+            other._loop.work(partial(other.fail, "the other end was closed"))
+
+    def fail(self, reason: str) -> None:
+        """Closes both ends and reports it."""
+        on_closed = self._on_closed
+        self.close()
+        on_closed(reason)
+
+    def abandon(self) -> None:
+        """There is nothing to close in a forked child."""
+
+
+def _no_frame(kind: Kind, request_id: int, body: bytes, fd: int | None) -> bool:
+    """A closed link has no frames."""
+    if fd is not None:
+        os.close(fd)
+    return True
+
+
+def _no_close(reason: str) -> None:
+    """A closed link does not close again."""

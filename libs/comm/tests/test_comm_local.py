@@ -1,0 +1,102 @@
+"""Endpoints of one process: who sends a frame deals with it, in the receiving endpoint's place."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m2flow.comm import Endpoint, IterationEnded, PeerLostError, Put, RemoteError, Request, TimeoutError_
+
+_NUM_SIDE = 8
+_NUM_ITEMS = 50
+
+
+@pytest.fixture
+def make(run_dir: Path) -> Iterator[Any]:
+    """Makes endpoints of one run in this process."""
+    with ExitStack() as stack:
+        yield lambda name: stack.enter_context(Endpoint(run_dir, name, token="t"))
+
+
+def test_a_call_that_is_answered_at_once_runs_on_the_thread_that_calls(make: Any) -> None:
+    a, b = make("a"), make("b")
+    b.handle("s", lambda request: threading.get_ident(), prompt=True)
+    assert a.request("b", "s", "m", timeout_s=5) == threading.get_ident()
+
+
+def test_who_is_called_may_call_back_before_it_answers(make: Any) -> None:
+    a, b = make("a"), make("b")
+    a.handle("number", lambda request: 41, prompt=True)
+
+    def ask_back(request: Request) -> "Future[Any]":
+        answer: Future[Any] = Future()
+        asked = b.request_async("a", "number", "get")
+        asked.add_done_callback(lambda done: answer.set_result(done.result() + 1))
+        return answer
+
+    b.handle("s", ask_back, prompt=True)
+    assert a.request("b", "s", "m", timeout_s=5) == 42
+
+
+def test_a_handler_that_waits_for_another_call_is_refused(make: Any) -> None:
+    a, b = make("a"), make("b")
+    b.handle("s", lambda request: b.request("a", "s", "m"), prompt=True)
+    with pytest.raises(RemoteError, match="must not wait"):
+        a.request("b", "s", "m", timeout_s=5)
+
+
+def test_many_threads_at_one_index_lose_and_double_nothing(make: Any) -> None:
+    host = make("host")
+    producers = [make(f"p{number}") for number in range(_NUM_SIDE)]
+    consumers = [make(f"c{number}") for number in range(_NUM_SIDE)]
+    names = [[one.name for one in side] for side in (producers, consumers)]
+    host.host_channel("q", capacity=3, producers=names[0], consumers=names[1])
+    taken: list[Counter[str]] = [Counter() for _ in consumers]
+
+    def produce(end: Endpoint) -> None:
+        channel = end.channel("q", host="host")
+        for number in range(_NUM_ITEMS):
+            channel.put_many([Put([number], f"{end.name}.{number}.{part}") for part in "ab"], timeout_s=20)
+        channel.end(0)
+
+    def consume(end: Endpoint, seen: Counter[str]) -> None:
+        channel = end.channel("q", host="host")
+        while True:
+            try:
+                leases = channel.get_batch(3, iteration=0, timeout_s=0.001)
+            except TimeoutError_:
+                continue
+            except IterationEnded:
+                return
+            seen.update(lease.id for lease in leases)
+            channel.ack(leases)
+
+    jobs = [threading.Thread(target=produce, args=(end,)) for end in producers]
+    jobs += [threading.Thread(target=consume, args=pair) for pair in zip(consumers, taken, strict=True)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(20)
+    assert sum(taken, Counter[str]()) == Counter(
+        f"p{side}.{number}.{part}" for side in range(_NUM_SIDE) for number in range(_NUM_ITEMS) for part in "ab"
+    )
+    assert host.channel("q", host="host").stats().acked == 2 * _NUM_SIDE * _NUM_ITEMS
+
+
+def test_one_that_closes_is_gone_but_not_lost_and_its_name_is_reached_again(make: Any) -> None:
+    a, b = make("a"), make("b")
+    lost: list[str] = []
+    a.on_peer_lost(lost.append)
+    b.handle("s", lambda request: Future(), prompt=True)
+    waiting = a.request_async("b", "s", "m")
+    b.close()
+    with pytest.raises(PeerLostError, match="b"):
+        waiting.result(5)
+    make("b").handle("s", lambda request: "again")
+    assert a.request("b", "s", "m", timeout_s=5) == "again"
+    assert lost == []

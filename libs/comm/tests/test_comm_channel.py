@@ -22,6 +22,7 @@ from m2flow.comm import (
     Put,
     TimeoutError_,
 )
+from m2flow.comm._unix import UnixLink
 
 
 @pytest.fixture
@@ -83,6 +84,61 @@ def test_memory_is_not_used_again_while_any_view_of_it_is_kept(ends: Any) -> Non
         producer.put({"x": np.full(100_000, index)}, id=str(index))
         consumer.ack(consumer.get())
     assert view.tolist() == [0, 0, 0, 0]
+
+
+def test_data_goes_from_producer_to_consumer_directly(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, producer, consumer = ends
+    sent_bytes = []
+    send = UnixLink.send
+
+    def count(link: UnixLink, head: bytes, body: bytes, *more: Any, **how: Any) -> None:
+        sent_bytes.append(len(head) + len(body))
+        send(link, head, body, *more, **how)
+
+    monkeypatch.setattr(UnixLink, "send", count)
+    array = np.arange(1 << 20)
+    producer.put(array)
+    assert np.array_equal(consumer.get().item, array)
+    assert host._fabric.pool.size_bytes == 0
+    assert 0 < sum(sent_bytes) < 2_000, "bytes of all three ends' frames, for 8 MiB"
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ({"id": 5}, "got id 5, want a str: give it '5'"),
+        ({"key": "\ud800"}, "got key '.ud800', want one that UTF-8 can spell"),
+        ({"iteration": -1}, "got iteration -1, want 0 or more"),
+        ({"iteration": 0.5}, "got iteration 0.5, want an int"),
+        ({"weight": float("inf")}, "got weight inf, want a number from 0 to"),
+        ({"weight": float("nan")}, "got weight nan"),
+        ({"weight": -1.0}, r"got weight -1\.0"),
+        ({"weight": "1"}, "got weight '1'"),
+    ],
+    ids=str,
+)
+def test_what_an_item_cannot_be_put_with_costs_no_memory(ends: Any, given: dict[str, Any], fault: str) -> None:
+    _, producer, _ = ends
+    with pytest.raises(ValueError, match=f"put: {fault}"):
+        producer.put(np.zeros(100_000), **given)
+    assert producer._connect("host")._lent == {}
+
+
+def test_a_put_has_one_deadline_for_memory_and_for_room(make_endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, producer = make_endpoint("host"), make_endpoint("p")
+    host.host_channel("q", capacity=1, producers=["p"], consumers=["host"])
+    channel = producer.channel("q", host="host")
+    channel.put("first")
+    take = producer._fabric.pool.take
+
+    def late(*size: Any, **how: Any) -> Any:
+        time.sleep(0.4)
+        return take(*size, **how)
+
+    monkeypatch.setattr(producer._fabric.pool, "take", late)
+    with pytest.raises(TimeoutError_, match="channel 'q', key 'k': waited") as caught:
+        channel.put(np.zeros(100_000), key="k", timeout_s=0.3)
+    assert 0.4 <= caught.value.elapsed_s < 0.65
 
 
 def test_put_waits_for_memory_and_says_so_when_it_does_not_come(make_endpoint: Any) -> None:
@@ -232,6 +288,32 @@ def test_async_forms_put_and_take(ends: Any) -> None:
 
     small, large, last = asyncio.run(main())
     assert (small, large.shape, last) == ("small", (50_000,), "last")
+
+
+def test_async_forms_commit_end_and_close_and_their_timeouts_name_the_channel(make_endpoint: Any, ends: Any) -> None:
+    _, producer, consumer = ends
+
+    async def main() -> None:
+        assert await consumer.aget_batch(4, at_least=0) == []
+        await producer.aput_many([Put(item=index, iteration=1) for index in range(3)])
+        leases = await consumer.aget_batch(4, at_least=1)
+        with pytest.raises(TimeoutError_, match=r"channel 'q', key 'k': waited 0\.\d+ s for p, p2"):
+            await consumer.aget(key="k", ack=leases, timeout_s=0.02)
+        for _ in range(4):
+            await producer.aput("fills it")
+        with pytest.raises(TimeoutError_, match=r"channel 'q': waited 0\.\d+ s for c, c2"):
+            await producer.aput("one more", timeout_s=0.02)
+        for client in (producer, make_endpoint("p2").channel("q", host="host")):
+            await client.aend(2)
+        with pytest.raises(IterationEnded):
+            await consumer.aget(iteration=2)
+        await producer.aclose()
+        with pytest.raises(ChannelClosedError):
+            await producer.aput("after close")
+        stats = await consumer.astats()
+        assert (stats.acked, stats.queued) == (3, 4)
+
+    asyncio.run(main())
 
 
 def test_an_item_that_cannot_be_encoded_harms_no_one(ends: Any) -> None:

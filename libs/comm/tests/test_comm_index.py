@@ -486,6 +486,22 @@ def test_a_lease_of_an_earlier_channel_of_this_name_is_unknown() -> None:
     assert q.index.num_leased == 1
 
 
+def test_consumers_that_pull_are_balanced_by_their_own_speed() -> None:
+    q = Driver(capacity=4)
+    seconds = {"c": 1, "d": 4}
+    taken = dict.fromkeys(seconds, 0)
+    free_at, held = dict.fromkeys(seconds, 0), {}
+    for index in range(1000):
+        q.put(str(index))
+        consumer = min(free_at, key=lambda name: free_at[name])
+        if consumer in held:
+            q.ack(held[consumer], by=consumer)
+        held[consumer] = q.get(by=consumer)
+        taken[consumer] += len(held[consumer].ids)
+        free_at[consumer] += seconds[consumer]
+    assert sum(taken.values()) / max(free_at.values()) >= 0.9 * (1 + 1 / 4)
+
+
 def test_strangers_are_refused() -> None:
     q = Driver()
     assert q.put("1", by="x").refused == "CommError"

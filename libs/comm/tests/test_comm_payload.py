@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from m2flow.comm import PayloadError, _torch, decode, encode, register
+from m2flow.comm.payload import Place
 
 HEADER_BYTES = 20
 
@@ -309,3 +310,23 @@ def test_writing_into_used_memory_leaves_nothing_of_it() -> None:
         encoded.write_into(dirty)
         assert dirty.tobytes() == encode(tree).to_bytes()
         assert math.ceil(encoded.size_bytes) == dirty.size
+
+
+def test_an_encoded_tree_travels_in_another_and_is_decoded_apart() -> None:
+    inner = {"a": np.arange(5, dtype=np.uint8), "b": torch.ones(3), "c": np.arange(7.0)}
+    outer = encode({"n": 1, "inner": encode(inner), "after": np.arange(3)})
+    found = decode(outer.to_bytes())
+    assert found["after"].tolist() == [0, 1, 2]
+    every: list[Place] = []
+    read = decode(found["inner"], places=every)
+    assert read["c"].tolist() == inner["c"].tolist()
+    assert torch.equal(read["b"], inner["b"])
+    for place, array in zip(every, inner.values(), strict=True):
+        piece = found["inner"][place.offset_bytes : place.offset_bytes + place.size_bytes]
+        assert piece.tobytes() == np.asarray(array).tobytes()
+    written = np.full(outer.size_bytes, 255, np.uint8)
+    outer.write_into(written)
+    assert written.tobytes() == outer.to_bytes()
+    # In memory that may be written its tensors lie on it: nothing is copied.
+    nested = decode(written)["inner"]
+    assert decode(nested)["b"].data_ptr() == nested.ctypes.data + every[1].offset_bytes

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.comm import Box, CommError, Endpoint, PayloadError, PeerLostError, RemoteError, Shard, transfer
-from m2flow.comm.resharding import cover, overlap, subtract
+from m2flow.comm.resharding import cover, overlap, run, subtract
 from m2flow.comm.weights import packed_layout, read_layout
 
 boxes = st.integers(1, 3).flatmap(
@@ -55,6 +55,17 @@ def test_cover_takes_every_element_once(rows: list[int], columns: list[int], dat
     expected = np.zeros(shape, int)
     expected[wanted.slices(Box((0, 0), shape))] = 1
     assert np.array_equal(count, expected)
+
+
+@given(boxes)
+def test_a_run_is_where_all_elements_of_a_box_follow_one_another(pair: Any) -> None:
+    inside, other = (Box(tuple(start for start, _ in dims), tuple(size for _, size in dims)) for dims in pair)
+    box = overlap(inside, other)
+    if box is None:
+        return
+    lies = np.arange(inside.num_elements()).reshape(inside.shape)[box.slices(inside)].ravel()
+    follows = np.array_equal(lies, np.arange(lies[0], lies[0] + lies.size))
+    assert run(box, inside) == ((lies[0], lies.size) if follows else None)
 
 
 def test_what_nobody_has_is_named() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from m2flow.comm import PayloadError, RemoteError
 from m2flow.comm.endpoint import _MAX_HANDLER_THREADS
+from m2flow.comm.payload import decode, encode
 from m2flow.comm.weights import SERVICE, WeightReader, digest
 
 
@@ -82,7 +83,7 @@ def test_a_fetch_that_waited_gets_its_version_though_newer_ones_overtake_the_ans
     trainer.stage_weights("other", 2, {"a": np.full(5000, 99)})
     go_on.set()
     fetched, digests = (answer.result(10) for answer in waiting)
-    assert fetched["weights"]["a"].tolist() == weights[3]["a"].tolist()
+    assert decode(fetched["weights"])["a"].tolist() == weights[3]["a"].tolist()
     assert digests == {"a": digest(weights[3]["a"])}
     del fetched, waiting
     gc.collect()
@@ -100,7 +101,7 @@ def test_a_fetch_of_a_version_that_is_passed_over_fails(make_endpoint: Any) -> N
     with pytest.raises(RemoteError, match=r"version 1 are withdrawn, want one of \[2\]"):
         passed_over.result(10)
     trainer.stage_weights("policy", 3, {"a": np.full(2, 3.0)})
-    assert later.result(10)["weights"]["a"].sum() == 6
+    assert decode(later.result(10)["weights"])["a"].sum() == 6
 
 
 def test_a_released_version_is_not_waited_for(make_endpoint: Any) -> None:
@@ -134,15 +135,18 @@ def test_a_wrong_digest_is_named(make_endpoint: Any) -> None:
     some = {name: every[name] for name in ("t1", "t9")}
     reader = WeightReader()
 
+    def payload(arrays: dict[str, Any]) -> Any:
+        return np.frombuffer(encode(arrays).to_bytes(), np.uint8)
+
     def check(name: str, digests: dict[str, int]) -> None:
-        answer = {"weights": {**weights, name: np.full(3, 99)}, "digests": digests}
+        answer = {"weights": payload({**weights, name: np.full(3, 99)}), "digests": digests}
         reader.check("trainer", "policy", 1, answer, lambda: every)
 
     with pytest.raises(PayloadError, match="'policy' version 1 from 'trainer': 't5' has another digest"):
         check("t5", every)
     with pytest.raises(PayloadError, match="'t5' has another digest"):
         check("t5", some)  # a source that is new here is asked for the rest
-    reader.check("trainer", "policy", 1, {"weights": weights, "digests": some}, lambda: every)
+    reader.check("trainer", "policy", 1, {"weights": payload(weights), "digests": some}, lambda: every)
     check("t5", some)
     with pytest.raises(PayloadError, match="'t9' has another digest"):
         check("t9", some)

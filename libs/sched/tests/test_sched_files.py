@@ -176,10 +176,19 @@ def test_what_cannot_be_read_exits_with_two(tmp_path: pathlib.Path, capsys: pyte
         ("workflow.source_items=1e12", "source_items is 1000000000000, want"),
         ("workflow.stages.1.expansion=-3", "expansion is -3"),
         ("workflow.stages.1.kind=publish", "publishes to group ''"),
-        ("workflow.streams.1.rounds=1e9", "rounds, want at most"),
+        ("workflow.streams.1.rounds=1e9", "rounds, want 1 to"),
         ("workflow.groups.0.name=actor", "lists group 'actor' twice"),
         ("workflow.groups=[{name: rollout, min_devices: 4, max_devices: 2}]", "at most 2 devices and at least 4"),
         ("workflow.name=[", "no YAML value"),
+        ("workflow.name=2020-13-45", "no YAML value"),
+        ("workflow.stages.1.after=rollout.generate", "form a cycle"),
+        ("workflow.stages.1.expansion=1e-200", "items in an iteration, want 1e-06 to"),
+        (f"workflow.source_items=1{'0' * 400}", "want a number"),
+        ("cluster.nodes.\u00b2.count=1", "is no index"),
+        ("profile.switches.0.resident_bytes=1e20", "resident_bytes is 1e.20, want 0 to 1e.15"),
+        ("profile.transfer_latency_s=1e15", "transfer_latency_s is 1e.15, want 0 to 1e.09"),
+        ("profile.loop_items=[{stage: rollout.generate, passes: [4294967295]}]", "4,294,967,295 times"),
+        ("profile.loop_items=[{stage: rollout.generate, passes: [1], relative: [0]}]", "take 0 in all"),
         ("max_chunks=100000000", "max_chunks is 100000000, want at most 1,024"),
         ("max_staleness=100000", "max_staleness is 100000, want at most 64"),
     ],
@@ -198,11 +207,71 @@ def test_options_and_files_that_cannot_be_used_exit_with_two(
 ) -> None:
     assert main(["plan", str(case), "--quantum", "-3"]) == 2
     assert main(["plan", str(case), "--svg", str(case / "nowhere" / "plan.svg")]) == 2
-    (case / "workflow.yaml").write_bytes(b"\xff\xfe\x00")
-    assert main(["plan", str(case)]) == 2
+    assert main(["plan", "--workflow", "a" * 5000, str(case)]) == 2
     errors = capsys.readouterr().err
-    for words in ("--quantum -3, want 0 or more", "cannot be written", "cannot be read as a WorkflowGraph"):
+    for words in ("--quantum -3, want 0 to 4294967295", "cannot be written", "File name too long"):
         assert words in errors
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("workflow.yaml", b"\xff\xfe\x00"),
+        ("workflow.yaml", b"source_items: !!int abc"),
+        ("workflow.yaml", b"name: 2020-13-45"),
+        ("workflow.yaml", b'name: "\\ud800"'),
+        ("workflow.yaml", b"a: " + b"[" * 3000),
+        ("workflow.yaml", b"source_items: 1" + b"0" * 5000),
+        ("profile.yaml", b"[]"),
+        ("profile.yaml", b"0"),
+        ("list.json", b"[]"),
+        ("deep.json", b"[" * 100_000),
+    ],
+)
+def test_a_file_that_is_no_message_exits_with_two(
+    case: pathlib.Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes
+) -> None:
+    (case / name).write_bytes(content)
+    part = "profile" if name.startswith("profile") else "workflow"
+    assert main(["plan", str(case), f"--{part}", str(case / name)]) == 2
+    assert str(case / name) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: setattr(p, "staleness", 4_000_000_000), "staleness is 4000000000, want at most 64"),
+        (lambda p: setattr(p.stages[0], "granularity", 0), "no granularity for stage 'rollout.generate'"),
+        (lambda p: p.groups[0].device_ids.append(99), "devices \\[99\\], want ids of its kind"),
+        (lambda p: p.groups[0].device_ids.append(p.groups[0].device_ids[0]), "want each device once"),
+        (lambda p: setattr(p.groups[0], "num_ranks", 99), "99 ranks"),
+    ],
+)
+def test_a_plan_that_cannot_be_exits_with_two(
+    case: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[flow_pb2.ExecutionPlan], None],
+    message: str,
+) -> None:
+    chosen = plan(read_case(case)).plans[0].plan
+    change(chosen)
+    (case / "chosen.json").write_text(to_json(chosen))
+    assert main(["simulate", str(case), "--plan", str(case / "chosen.json")]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_devices_of_one_kind_that_differ_are_noted(case: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mixed = "cluster.nodes=[{devices: [{hardware: h100-sxm, count: 2}]}, {devices: [{hardware: l40s, count: 2}]}]"
+    assert main(["plan", str(case), "--set", mixed]) == 0
+    assert "devices of kind 'cuda' differ" in capsys.readouterr().out
+
+
+def test_items_that_divide_into_no_chunks_are_noted(case: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prime = ["--set", "workflow.source_items=127"]
+    assert main(["plan", str(case), *prime]) == 0
+    assert "127 items divide into no equal chunks" in capsys.readouterr().out
+    assert main(["plan", str(case), "--mode", "spatial", *prime]) == 1
+    assert "127 items an iteration divide into no equal chunks" in capsys.readouterr().out
 
 
 def test_a_misspelt_stage_of_the_profile_is_noted(case: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

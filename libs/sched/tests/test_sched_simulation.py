@@ -67,7 +67,6 @@ def test_offloaded_groups_pay_each_turn(make_request: Make) -> None:
     kinds = [s.kind for s in result.timeline.spans]
     assert kinds.count(flow_pb2.SPAN_KIND_ONLOAD) == kinds.count(flow_pb2.SPAN_KIND_OFFLOAD) == 3
     assert result.iteration_s == pytest.approx(best.searched_s)
-    assert result.difference == pytest.approx(0, abs=1e-6)
 
 
 def test_a_long_tail_is_hidden_by_a_pipeline(make_request: Make) -> None:

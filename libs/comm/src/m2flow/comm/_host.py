@@ -242,24 +242,21 @@ def _filter(request: comm_pb2.GetRequest) -> Filter:
 
 
 def _answer(connection: Connection, request_id: int, entries: Sequence[Entry], refusal: Refusal | None) -> None:
+    response = comm_pb2.ChannelResponse()
     if entries:
-        items = comm_pb2.Items(
-            ids=column([entry.id for entry in entries], ""),
-            keys=column([entry.key for entry in entries], ""),
-            weights=column([entry.weight for entry in entries], 0.0),
-            tombstones=column([entry.tombstone for entry in entries], ""),
-            iterations=column([entry.iteration for entry in entries], 0),
-            producers=column([entry.producer for entry in entries], ""),
-            leases=[entry.lease for entry in entries],
-        )
+        items = response.items
+        items.ids.extend(column([entry.id for entry in entries], ""))
+        items.keys.extend(column([entry.key for entry in entries], ""))
+        items.weights.extend(column([entry.weight for entry in entries], 0.0))
+        items.tombstones.extend(column([entry.tombstone for entry in entries], ""))
+        items.iterations.extend(column([entry.iteration for entry in entries], 0))
+        items.producers.extend(column([entry.producer for entry in entries], ""))
+        items.leases.extend([entry.lease for entry in entries])
         held = [entry.payload for entry in entries]
         add_payloads(items, [load if isinstance(load, bytes) else _given(load, connection) for load in held])
-        response = comm_pb2.ChannelResponse(items=items)
     elif refusal is not None:
         failure = comm_pb2.Failure(type=refusal.type, message=refusal.message, peers=refusal.peers)
         response = comm_pb2.ChannelResponse(failure=failure)
-    else:
-        response = comm_pb2.ChannelResponse()
     connection.send(Kind.REPLY, request_id, response.SerializeToString())
 
 

@@ -56,7 +56,7 @@ class Pickled:
 class TreeWriter:
     """Writes a tree: `out` holds its tagged bytes, `parts` the arrays beside it, each as flat bytes in tree order.
 
-    A part is bytes, a uint8 array or, on a GPU, a uint8 tensor, of shape [bytes].
+    A part is what holds the bytes and how many they are: bytes, a uint8 array, an encoded tree or a tensor.
     """
 
     __slots__ = ("_depth", "_lift", "lifted", "out", "parts", "pickles")
@@ -67,12 +67,12 @@ class TreeWriter:
         # The tensors that travel by a way of their own, in order.
         self.lifted: list[Any] = []
         self.out = bytearray()
-        self.parts: list[Any] = []
+        self.parts: list[tuple[Any, int]] = []
         self._depth = 0
 
     def write(self, value: Any) -> None:
         """Appends a value; raises PayloadError for one that has no encoding, or is nested too deep."""
-        writer = _WRITERS.get(type(value))
+        writer = WRITERS.get(type(value))
         if writer is not None:
             writer(self, value)
         elif (record := record_of(type(value))) is not None:
@@ -129,8 +129,7 @@ class TreeWriter:
         if len(data) <= INLINE_BYTES:
             self.out += _TAG_U32.pack(inside, len(data)) + data
         else:
-            self.out += _TAG_U64.pack(beside, len(data))
-            self.parts.append(data)
+            self._beside(beside, data)
 
     def _list(self, value: list[Any]) -> None:
         self.out += _TAG_U32.pack(b"l", len(value))
@@ -171,7 +170,7 @@ class TreeWriter:
         code, shape = _torch.code_of(value), value.shape
         self.out += struct.pack(f"<cBB{len(shape)}Q", b"T", code, len(shape), *shape)
         # From a GPU it is copied once, when it is written.
-        self.parts.append(_torch.raw(value))
+        self.parts.append((value if _torch.address(value) else _torch.raw(value), int(value.nbytes)))
 
     def _pickled(self, value: Pickled) -> None:
         try:
@@ -179,8 +178,7 @@ class TreeWriter:
         except Exception as error:
             raise PayloadError(f"got a {type(value.value).__qualname__} that pickle refuses: {error}") from error
         self.pickles = True
-        self.out += _TAG_U64.pack(b"P", len(data))
-        self.parts.append(data)
+        self._beside(b"P", data)
 
     def _ndarray(self, value: npt.NDArray[Any]) -> None:
         self._array(b"A", value)
@@ -192,7 +190,16 @@ class TreeWriter:
             self._text(spelling)
         self.out += struct.pack(f"<{value.ndim}Q", *value.shape)
         # order "C" copies only what is not already so; reshape keeps a view of what is.
-        self.parts.append(np.asarray(value, order="C").reshape(-1).view(np.uint8) if value.nbytes else b"")
+        flat = np.asarray(value, order="C").reshape(-1).view(np.uint8) if value.nbytes else b""
+        self.parts.append((flat, value.nbytes))
+
+    def nested(self, value: Any) -> None:
+        """Appends an encoded tree, which is not decoded with this one."""
+        self._beside(b"E", value)
+
+    def _beside(self, tag: bytes, part: Any) -> None:
+        self.out += _TAG_U64.pack(tag, len(part))
+        self.parts.append((part, len(part)))
 
 
 @lru_cache(maxsize=1024, typed=True)
@@ -205,7 +212,7 @@ def _keys(*keys: Any) -> bytes | None:
     return _TAG_U32.pack(b"k", len(table)) + table
 
 
-_WRITERS: dict[type, Callable[[TreeWriter, Any], None]] = {
+WRITERS: dict[type, Callable[[TreeWriter, Any], None]] = {
     type(None): TreeWriter._none,
     bool: TreeWriter._bool,
     int: TreeWriter._int,
@@ -317,6 +324,9 @@ class TreeReader:
 
     def _long_str(self, at: int) -> tuple[str, int]:
         return _decode_text(self._next_part(_U64.unpack_from(self._data, at)[0]).tobytes()), at + 8
+
+    def _nested(self, at: int) -> tuple[Bytes, int]:
+        return self._next_part(_U64.unpack_from(self._data, at)[0]), at + 8
 
     def _pickled(self, at: int) -> tuple[Any, int]:
         if not self._unpickles:
@@ -471,6 +481,7 @@ _READERS: dict[int, Callable[[TreeReader, int], tuple[Any, int]]] = {
     ord("G"): TreeReader._scalar,
     ord("T"): TreeReader._tensor,
     ord("P"): TreeReader._pickled,
+    ord("E"): TreeReader._nested,
     ord("L"): TreeReader._lift,
 }
 

@@ -324,8 +324,10 @@ class Channel:
         return Asked(self.name, connection, request, deadline, key=key, iteration=iteration, device=device)
 
     def _ask_put(self, puts: Sequence[Put], encoded: Sequence[Encoded], deadline: Deadline, *, wait: bool) -> Asked:
+        request = comm_pb2.ChannelRequest(channel=self.name)
+        request.put.wait = wait
         # Before any memory is lent: what is wrong here costs nothing.
-        items = _columns(puts)
+        _describe(puts, request.put.items)
         key = (puts[0].key or None) if len(puts) == 1 else None
         connection = self._connect(self.host)
         references: list[Reference] = []
@@ -335,8 +337,7 @@ class Channel:
             packed = [reference.block for reference in references]
         else:
             packed = self._pack(connection, encoded, key, deadline)
-        add_payloads(items, packed)
-        request = comm_pb2.ChannelRequest(channel=self.name, put=comm_pb2.PutRequest(items=items, wait=wait))
+        add_payloads(request.put.items, packed)
         return Asked(self.name, connection, request, deadline, key=key, references=references)
 
     def _pack(
@@ -366,18 +367,18 @@ def _encoded(items: Iterable[Put]) -> list[Encoded]:
     return [encode(item.item) for item in items]
 
 
-def _columns(puts: Sequence[Put]) -> comm_pb2.Items:
-    """Returns what items are put with; raises ValueError naming what they cannot be put with."""
+def _describe(puts: Sequence[Put], items: comm_pb2.Items) -> None:
+    """Writes what items are put with; raises ValueError naming what they cannot be put with."""
     _, ids, iterations, weights, keys, tombstones = zip(*puts, strict=True)
     try:
         if can_be_summed(weights):
-            return comm_pb2.Items(
-                ids=column(ids, ""),
-                keys=column(keys, ""),
-                weights=column(weights, 0.0),
-                tombstones=column(tombstones, ""),
-                iterations=column(iterations, 0),
-            )
+            # In place: a message that is given to another's constructor is copied, its items one by one.
+            items.ids.extend(column(ids, ""))
+            items.keys.extend(column(keys, ""))
+            items.weights.extend(column(weights, 0.0))
+            items.tombstones.extend(column(tombstones, ""))
+            items.iterations.extend(column(iterations, 0))
+            return
     except (TypeError, ValueError):
         pass
     raise ValueError(next(filter(None, map(_fault, puts)), "put: got what no message can hold"))

@@ -373,9 +373,8 @@ class Endpoint:
             receiver.commit(weights.update)
             return weights
         answer = self.request(source, SERVICE, "fetch", (name, version), timeout_s=timeout_s)
-        return self._reader.check(
-            source, name, version, answer, lambda: self.request(source, SERVICE, "digests", (name, version))
-        )
+        ask = partial(self.request, source, SERVICE, "digests", (name, version))
+        return dict(self._reader.check(source, name, version, answer, ask))
 
     def weight_receiver(
         self,

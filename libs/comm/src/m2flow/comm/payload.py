@@ -6,15 +6,15 @@ so that the reader's arrays lie on the bytes themselves. The same run travels in
 
 import struct
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from m2flow.comm import _torch
 from m2flow.comm._copying import copier
 from m2flow.comm._registry import register
-from m2flow.comm._tree import Bytes, Pickled, TreeReader, TreeWriter
+from m2flow.comm._tree import WRITERS, Bytes, Pickled, TreeReader, TreeWriter
 from m2flow.comm.errors import PayloadError
 
 __all__ = ["MAX_PAYLOAD_BYTES", "Encoded", "Pickled", "Tree", "decode", "encode", "has_pickle", "register"]
@@ -36,11 +36,14 @@ _ALIGN = 64
 
 
 class Encoded:
-    """A tree ready to be written: its header and structure are bytes already, its arrays still lie where they were."""
+    """A tree ready to be written: its header and structure are bytes already, its arrays still lie where they were.
+
+    In another tree it travels as its bytes, uint8 of shape [size_bytes], for a reader who decodes them when it likes.
+    """
 
     __slots__ = ("_parts", "_tree", "lifted", "pickles", "size_bytes")
 
-    def __init__(self, tree: bytearray, parts: list[Any], lifted: list[Any], *, pickles: bool) -> None:
+    def __init__(self, tree: bytearray, parts: list[tuple[Any, int]], lifted: list[Any], *, pickles: bool) -> None:
         self.pickles = pickles
         # The tensors that are not in it, in the order in which `decode` wants them.
         self.lifted = lifted
@@ -48,14 +51,20 @@ class Encoded:
         self._parts = parts
         size = _HEADER_BYTES + len(tree)
         # Each part begins at a multiple of 64.
-        for part in parts:
-            size = _aligned(size) + len(part)
+        for _, nbytes in parts:
+            size = _aligned(size) + nbytes
         self.size_bytes = size
+
+    def __len__(self) -> int:
+        return self.size_bytes
 
     @property
     def from_gpu(self) -> bool:
         """Says whether any array of it has yet to come from a GPU."""
-        return any(not isinstance(part, bytes | np.ndarray) for part in self._parts)
+        return any(
+            part.from_gpu if isinstance(part, Encoded) else _torch.is_tensor(part) and _torch.on_gpu(part)
+            for part, _ in self._parts
+        )
 
     def to_bytes(self) -> bytes:
         """Returns the payload as one bytes object."""
@@ -65,12 +74,21 @@ class Encoded:
             whole = np.empty(self.size_bytes, np.uint8)
             self.write_into(whole)
             return whole.tobytes()
-        pieces: list[bytes | bytearray | memoryview] = [self._header(), self._tree]
+        return b"".join(self._pieces())
+
+    def _pieces(self) -> Iterator[bytes | bytearray | memoryview]:
+        yield self._header()
+        yield self._tree
         at = _HEADER_BYTES + len(self._tree)
-        for part in self._parts:
-            pieces += [bytes(_aligned(at) - at), part if isinstance(part, bytes) else part.data]
-            at = _aligned(at) + len(part)
-        return b"".join(pieces)
+        for part, size in self._parts:
+            yield bytes(_aligned(at) - at)
+            at = _aligned(at) + size
+            if isinstance(part, Encoded):
+                yield from part._pieces()
+            elif isinstance(part, bytes):
+                yield part
+            else:
+                yield part.data if isinstance(part, np.ndarray) else _torch.raw(part).data
 
     def write_into(self, target: Bytes) -> None:
         """Writes the payload to `target`, shape [size_bytes] uint8, copying each array once. Blocks while it copies."""
@@ -80,22 +98,35 @@ class Encoded:
         copy, address = copier(self.size_bytes), target.ctypes.data
         at = _HEADER_BYTES + len(self._tree)
         target[:at] = np.frombuffer(self._header() + self._tree, np.uint8)
-        for part in self._parts:
+        for part, size in self._parts:
             start = _aligned(at)
-            # What is recycled memory must not leak between the parts: padding is part of the payload.
-            target[at:start] = 0
-            at = start + len(part)
+            if start > at:
+                # What is recycled memory must not leak between the parts: padding is part of the payload.
+                target[at:start] = 0
+            at = start + size
             if isinstance(part, np.ndarray):
-                copy(address + start, part.ctypes.data, len(part))
+                copy(address + start, part.ctypes.data, size)
+            elif isinstance(part, Encoded):
+                part.write_into(target[start:at])
             elif isinstance(part, bytes):
                 target[start:at] = np.frombuffer(part, np.uint8)
+            elif found := _torch.address(part):
+                copy(address + start, found, size)
             else:
-                _torch.copy_into(part, target[start:at])
+                _torch.copy_into(_torch.raw(part), target[start:at])
 
     def _header(self) -> bytes:
         layout = _LAYOUT_WITH_PICKLE if self.pickles else _LAYOUT
         sizes = _SIZES.pack(_MAGIC, layout, len(self._tree), self.size_bytes)
         return sizes + zlib.crc32(self._tree, zlib.crc32(sizes)).to_bytes(4, "little")
+
+
+def _write_nested(writer: TreeWriter, value: Encoded) -> None:
+    writer.pickles |= value.pickles
+    writer.nested(value)
+
+
+WRITERS[Encoded] = _write_nested
 
 
 def encode(tree: Tree, *, lift: Callable[[Any], bool] | None = None) -> Encoded:
@@ -114,6 +145,19 @@ def has_pickle(data: bytes | Bytes) -> bool:
     return len(data) >= _HEADER_BYTES and int.from_bytes(data[2:4], "little") != _LAYOUT
 
 
+class Place(NamedTuple):
+    """Where the bytes of an array lie within its payload."""
+
+    offset_bytes: int
+    size_bytes: int
+
+
+def structure(data: bytes | Bytes) -> bytes:
+    """Returns the header and the tree of a payload as they are: what is equal here has its arrays in equal places."""
+    tree_bytes = int.from_bytes(data[4:8], "little")
+    return bytes(data[: _HEADER_BYTES + tree_bytes])
+
+
 def decode(
     data: bytes | Bytes,
     *,
@@ -121,6 +165,7 @@ def decode(
     allow_pickle: bool = False,
     lifted: Sequence[Any] = (),
     device: str | None = None,
+    places: list[Place] | None = None,
 ) -> Tree:
     """Returns the tree of a payload; its arrays lie on `data` without a copy and numpy's are read-only.
 
@@ -128,8 +173,8 @@ def decode(
     copied once, as torch has no read-only tensors. Raises PayloadError for bytes that are cut, altered in the header or
     the tree, or more than `max_size_bytes`; nothing is allocated before sizes are checked. A pickle, which can run
     anything, is refused unless the caller trusts where the bytes come from and says `allow_pickle`. `lifted` are the
-    tensors that `encode` left out; all others are moved to `device`, such as "cuda:0", where one is given. Does not
-    block but for that.
+    tensors that `encode` left out; all others are moved to `device`, such as "cuda:0", where one is given. `places` is
+    extended by the place of each array, long string and so on, in the tree's order. Does not block but for `device`.
     """
     size = len(data)
     if not _HEADER_BYTES <= size <= max_size_bytes:
@@ -148,7 +193,7 @@ def decode(
     unpickles = allow_pickle and layout == _LAYOUT_WITH_PICKLE
     if tree_end == size:
         return TreeReader(tree, _no_part, unpickles=unpickles, lifted=lifted, device=device).read_all()
-    parts = _Parts(data, tree_end)
+    parts = _Parts(data, tree_end, places)
     result = TreeReader(tree, parts.take, unpickles=unpickles, lifted=lifted, device=device).read_all()
     if parts.at != size:
         raise PayloadError(f"got {size} bytes, want the {parts.at} up to the end of the last array")
@@ -158,10 +203,11 @@ def decode(
 class _Parts:
     """Hands out the arrays' bytes in order, never past the end."""
 
-    def __init__(self, data: bytes | Bytes, at: int) -> None:
+    def __init__(self, data: bytes | Bytes, at: int, places: list[Place] | None) -> None:
         self._data = data
         self._root: Bytes | None = None
         self.at = at
+        self._places = places
 
     def take(self, size: int) -> Bytes:
         start = _aligned(self.at)
@@ -170,6 +216,8 @@ class _Parts:
         if self._root is None:
             self._root = np.frombuffer(self._data, np.uint8) if isinstance(self._data, bytes) else self._data
         self.at = start + size
+        if self._places is not None:
+            self._places.append(Place(start, size))
         return self._root[start : self.at]
 
 

@@ -57,6 +57,25 @@ class Piece(NamedTuple):
     box: Box
 
 
+def run(box: Box, inside: Box) -> tuple[int, int] | None:
+    """Returns where the elements of `box` lie in an array of the box `inside`, counted in order: first and number.
+
+    None where others lie between them.
+    """
+    start, count, stride = 0, 1, 1
+    whole = True
+    for own, size, base, outer in zip(
+        reversed(box.offset), reversed(box.shape), reversed(inside.offset), reversed(inside.shape), strict=True
+    ):
+        if size != 1 and not whole:
+            return None
+        start += (own - base) * stride
+        count *= size
+        whole = whole and size == outer
+        stride *= outer
+    return start, count
+
+
 def overlap(a: Box, b: Box) -> Box | None:
     """Returns what two boxes share; None when nothing."""
     starts = tuple(map(max, a.offset, b.offset))

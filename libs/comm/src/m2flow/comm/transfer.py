@@ -7,7 +7,7 @@ until it has committed again.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -17,20 +17,35 @@ import numpy as np
 from m2flow.comm import _torch
 from m2flow.comm._changes import Changes, changed
 from m2flow.comm._copying import Copy, copier
-from m2flow.comm.errors import CommError, PayloadError
+from m2flow.comm.errors import CommError, PayloadError, TimeoutError_
 from m2flow.comm.payload import Tree, encode
-from m2flow.comm.resharding import Box, Piece, cover
-from m2flow.comm.weights import SERVICE, WeightReader, digest, read_layout
+from m2flow.comm.resharding import Box, Piece, cover, run
+from m2flow.comm.weights import SERVICE, Arrays, WeightReader, digest, read_layout
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 # Loads a bucket of whole wanted parts: what the engine at the receiver does with them.
 Load = Callable[[Mapping[str, Tree]], None]
 
 
-# The wanted box of each tensor, and the pieces that cover it.
-Plan = Mapping[str, tuple[Box, Sequence[Piece]]]
 # Of each source, the box of each tensor that it has and the shape of the whole.
 Layouts = Mapping[str, Mapping[str, tuple[Box, tuple[int, ...]]]]
+# What a source has given: its arrays in place, or by name and box what has come over a network.
+Given = Arrays | Mapping[tuple[str, Box], Tree]
+_Run = tuple[int, int] | None
+
+
+class _Move(NamedTuple):
+    """A box that a source gives of its shard: the elements' run there and where they are wanted, if they are runs."""
+
+    source: str
+    box: Box
+    shard: Box
+    there: _Run
+    here: _Run
+
+
+# The wanted box of each tensor, and what covers it.
+Plan = Mapping[str, tuple[Box, Sequence[_Move]]]
 
 
 class Caller(Protocol):
@@ -56,13 +71,6 @@ class Prepared(NamedTuple):
     seconds: float
     digest_seconds: float
     moved_bytes: int
-
-
-class _Part(NamedTuple):
-    """A wanted box and the arrays that make it up, each with its own box."""
-
-    box: Box
-    pieces: list[tuple[Box, Tree]]
 
 
 class WeightReceiver:
@@ -97,8 +105,8 @@ class WeightReceiver:
         self._bases: dict[str, tuple[int, dict[tuple[str, Box], Tree]]] = {}
         self._moved_bytes = 0
         # What covers what, for as long as the sources' layouts stay as they are.
-        self._planned: tuple[bytes, Plan, dict[str, dict[str, Box]]] | None = None
-        self._prepared: tuple[int, dict[str, _Part]] | None = None
+        self._planned: tuple[bytes, Plan] | None = None
+        self._prepared: tuple[int, Plan, dict[str, Given]] | None = None
 
     def prepare(self, version: int, *, timeout_s: float | None = None) -> Prepared:
         """Gets and checks a version, beside the one that is served. Blocks until the sources have staged it.
@@ -109,29 +117,25 @@ class WeightReceiver:
         started = time.monotonic()
         self._moved_bytes = 0
         # What is on this host is mapped at once, its layout with it.
-        mapped = {
-            source: self._caller.request(source, SERVICE, "fetch", (self._name, version), timeout_s=timeout_s)
+        asked = {
+            source: self._caller.request_async(source, SERVICE, "fetch", (self._name, version))
             for source in self._sources
             if self._caller.shares_memory_with(source)
         }
-        plan, shards = self._plan(version, timeout_s, mapped)
-        parts: dict[str, _Part] = {name: _Part(box, []) for name, (box, _) in plan.items()}
+        mapped = {source: self._answer(source, answer, started, timeout_s) for source, answer in asked.items()}
+        plan = self._plan(version, timeout_s, mapped)
+        given: dict[str, Given] = {}
         checking_s = 0.0
-        for source in self._sources:
-            asked = [
-                (name, piece.box) for name, (_, pieces) in plan.items() for piece in pieces if piece.source == source
-            ]
-            if not asked:
-                continue
+        for source in dict.fromkeys(move.source for _, moves in plan.values() for move in moves):
             if source in mapped:
-                found = self._mapped_pieces(source, version, asked, shards[source], mapped[source], timeout_s)
+                since = time.monotonic()
+                given[source] = self._checked(source, version, mapped[source], timeout_s)
+                checking_s += time.monotonic() - since
             else:
-                found = self._moved_pieces(source, version, asked, shards[source], timeout_s)
-            for name, box, array, seconds in found:
-                parts[name].pieces.append((box, array))
+                given[source], seconds = self._moved(source, version, plan, timeout_s)
                 checking_s += seconds
-        self._prepared = (version, parts)
-        nbytes = sum(_nbytes(part) for part in parts.values())
+        self._prepared = (version, plan, given)
+        nbytes = sum(_nbytes(given, name, moves) for name, (_, moves) in plan.items())
         return Prepared(version, nbytes, time.monotonic() - started - checking_s, checking_s, self._moved_bytes)
 
     def commit(self, load: Load) -> int:
@@ -141,8 +145,14 @@ class WeightReceiver:
         most a bucket of them at a time. When `load` raises, nothing is served until a commit succeeds. Raises CommError
         where nothing is prepared.
         """
-        version, parts = self._begin()
-        for bucket in self._buckets(parts):
+        version, plan, given = self._begin()
+        names = list(plan)
+        sizes = [_nbytes(given, name, plan[name][1]) for name in names]
+        for start, stop in _runs(sizes, self._bucket_bytes):
+            bucket = {}
+            for name in names[start:stop]:
+                box, moves = plan[name]
+                bucket[name] = _put_together(box, [(move.box, _array(given, name, move)) for move in moves])
             load(bucket)
         return self._end(version)
 
@@ -151,15 +161,16 @@ class WeightReceiver:
 
         Raises ValueError for a target of another shape, CommError where nothing is prepared. Blocks for the copy.
         """
-        version, parts = self._begin()
-        copy = copier(sum(_nbytes(part) for part in parts.values()))
-        for name, part in parts.items():
+        version, plan, given = self._begin()
+        copy = copier(sum(_nbytes(given, name, moves) for name, (_, moves) in plan.items()))
+        for name, (box, moves) in plan.items():
             target = targets[name]
-            if tuple(target.shape) != part.box.shape:
-                raise ValueError(f"commit_into: {name!r} has shape {tuple(target.shape)}, want {part.box.shape}")
-            own = target.detach() if _torch.is_tensor(target) else target
-            for box, array in part.pieces:
-                _copy_array(own if box == part.box else own[box.slices(part.box)], array, copy)
+            if target.shape != box.shape:
+                raise ValueError(f"commit_into: {name!r} has shape {tuple(target.shape)}, want {box.shape}")
+            if not _copied(target, name, moves, given, copy):
+                own = target.detach() if _torch.is_tensor(target) else target
+                for move in moves:
+                    own[(*move.box.slices(box), ...)] = _array(given, name, move)
         return self._end(version)
 
     def stream(self, version: int, load: Load, *, timeout_s: float | None = None) -> int:
@@ -170,39 +181,44 @@ class WeightReceiver:
         served until a commit, or another stream, succeeds.
         """
         self.version = None
-        plan, shards = self._plan(version, timeout_s, {})
+        plan = self._plan(version, timeout_s, {})
         names = list(plan)
         runs = list(_runs([plan[name][0].num_elements() * 8 for name in names], self._bucket_bytes))
-        ask = partial(self._ask, version, plan, shards)
+        ask = partial(self._ask, version, plan)
         following = ask(names[slice(*runs[0])]) if runs else []
         for number, bounds in enumerate(runs):
             asked, following = following, []
             if number + 1 < len(runs):
                 following = ask(names[slice(*runs[number + 1])])
-            parts = {name: _Part(plan[name][0], []) for name in names[slice(*bounds)]}
-            for source, run, answer in asked:
-                for (name, box), (array, expected) in zip(run, answer.result(timeout_s), strict=True):
+            pieces: dict[str, list[tuple[Box, Tree]]] = {name: [] for name in names[slice(*bounds)]}
+            for source, moves, answer in asked:
+                for (name, move), (array, expected) in zip(moves, answer.result(timeout_s), strict=True):
                     self._check(version, source, name, array, expected)
-                    parts[name].pieces.append((box, array))
-            load({name: _put_together(part) for name, part in parts.items()})
+                    pieces[name].append((move.box, array))
+            load({name: _put_together(plan[name][0], found) for name, found in pieces.items()})
         return self._end(version)
 
     def _ask(
-        self, version: int, plan: Plan, shards: Mapping[str, Mapping[str, Box]], names: Sequence[str]
-    ) -> list[tuple[str, list[tuple[str, Box]], "Future[Tree]"]]:
+        self, version: int, plan: Plan, names: Sequence[str]
+    ) -> list[tuple[str, list[tuple[str, _Move]], "Future[Tree]"]]:
         """Asks each source for its pieces of these tensors. Does not block."""
         asked = []
         for source in self._sources:
-            run = [(name, piece.box) for name in names for piece in plan[name][1] if piece.source == source]
-            if run:
-                args = (self._name, version, _slices(run, shards[source]))
-                asked.append((source, run, self._caller.request_async(source, SERVICE, "slices", args)))
+            moves = _moves_of(source, plan, names)
+            if moves:
+                args = (self._name, version, _slices(moves))
+                asked.append((source, moves, self._caller.request_async(source, SERVICE, "slices", args)))
         return asked
 
-    def _plan(
-        self, version: int, timeout_s: float | None, mapped: Mapping[str, Tree]
-    ) -> tuple[Plan, dict[str, dict[str, Box]]]:
-        """What covers each wanted box, and the boxes that each source has; of those `mapped` it is not asked for."""
+    def _answer(self, source: str, answer: "Future[Tree]", since: float, timeout_s: float | None) -> Tree:
+        try:
+            return answer.result(None if timeout_s is None else max(0.0, since + timeout_s - time.monotonic()))
+        except TimeoutError:
+            call, elapsed_s = f"{SERVICE}.fetch", time.monotonic() - since
+            raise TimeoutError_(channel=call, key=None, peer=source, elapsed_s=elapsed_s) from None
+
+    def _plan(self, version: int, timeout_s: float | None, mapped: Mapping[str, Tree]) -> Plan:
+        """What covers each wanted box; sources that are `mapped` are not asked for what they have."""
         packed = {}
         for source in self._sources:
             if source in mapped:
@@ -213,16 +229,15 @@ class WeightReceiver:
         spelt = encode(packed).to_bytes()
         if self._planned is None or self._planned[0] != spelt:
             layouts = {source: read_layout(layout) for source, layout in packed.items()}
-            plan = {name: cover_named(name, box, layouts) for name, box in self._boxes(layouts).items()}
-            shards = {source: {name: box for name, (box, _) in layout.items()} for source, layout in layouts.items()}
-            self._planned = spelt, plan, shards
-        return self._planned[1:]
+            plan = {name: (box, _moves(name, box, layouts)) for name, box in self._boxes(layouts).items()}
+            self._planned = spelt, plan
+        return self._planned[1]
 
     def _check(self, version: int, source: str, name: str, array: Tree, expected: int) -> None:
         if digest(array) != expected:
             raise PayloadError(f"weights {self._name!r} version {version} of {source!r}: {name!r} was altered")
 
-    def _begin(self) -> tuple[int, dict[str, _Part]]:
+    def _begin(self) -> tuple[int, Plan, dict[str, Given]]:
         if self._prepared is None:
             raise CommError(f"weights {self._name!r}: nothing is prepared: call prepare first")
         self.version = None
@@ -238,106 +253,125 @@ class WeightReceiver:
         whole = {name: found[1] for layout in layouts.values() for name, found in layout.items()}
         return {name: Box((0,) * len(shape), shape) for name, shape in whole.items()}
 
-    def _mapped_pieces(
-        self,
-        source: str,
-        version: int,
-        asked: Sequence[tuple[str, Box]],
-        shards: Mapping[str, Box],
-        answer: Tree,
-        timeout_s: float | None,
-    ) -> Iterator[tuple[str, Box, Tree, float]]:
-        """Yields name, box and array, in place, of what is asked of a source, and the seconds spent on checking it."""
-        started = time.monotonic()
+    def _checked(self, source: str, version: int, answer: Tree, timeout_s: float | None) -> Arrays:
+        """Returns the arrays of a source on this host, in place, once their digests are checked."""
         ask = partial(self._caller.request, source, SERVICE, "digests", (self._name, version), timeout_s=timeout_s)
-        weights = self._reader.check(source, self._name, version, answer, ask)
-        seconds = time.monotonic() - started
-        for name, box in asked:
-            shard = shards[name]
-            yield name, box, weights[name] if box == shard else weights[name][(*box.slices(shard), ...)], seconds
-            seconds = 0.0
+        return self._reader.check(source, self._name, version, answer, ask)
 
-    def _moved_pieces(
-        self,
-        source: str,
-        version: int,
-        asked: Sequence[tuple[str, Box]],
-        shards: Mapping[str, Box],
-        timeout_s: float | None,
-    ) -> Iterator[tuple[str, Box, Tree, float]]:
-        """Yields the same of a source that is reached over a network."""
-        # Over a network only what is wanted is moved, a bucket at a time; of what this end has had, only what changed.
+    def _moved(
+        self, source: str, version: int, plan: Plan, timeout_s: float | None
+    ) -> tuple[Mapping[tuple[str, Box], Tree], float]:
+        """Returns what is wanted of a source that is reached over a network, and the seconds spent on checking it."""
+        # Only what is wanted is moved, a bucket at a time; of what this end has had, only what changed.
         base, had = self._bases.get(source, (None, {}))
         have: dict[tuple[str, Box], Tree] = {}
-        for start, stop in _runs([box.num_elements() * 8 for _, box in asked], self._bucket_bytes):
-            run = asked[start:stop]
-            args = (self._name, version, _slices(run, shards), base if all(key in had for key in run) else None)
+        seconds = 0.0
+        every = _moves_of(source, plan, plan)
+        for start, stop in _runs([move.box.num_elements() * 8 for _, move in every], self._bucket_bytes):
+            moves = every[start:stop]
+            known = all((name, move.box) in had for name, move in moves)
+            args = (self._name, version, _slices(moves), base if known else None)
             answer = self._caller.request(source, SERVICE, "slices", args, timeout_s=timeout_s)
-            for (name, box), (found, expected) in zip(run, answer, strict=True):
+            for (name, move), (found, expected) in zip(moves, answer, strict=True):
                 self._moved_bytes += int(found.nbytes)
                 started = time.monotonic()
-                array = changed(had[name, box], found) if isinstance(found, Changes) else found
+                array = changed(had[name, move.box], found) if isinstance(found, Changes) else found
                 self._check(version, source, name, array, expected)
-                if self._delta:
-                    have[name, box] = array
-                yield name, box, array, time.monotonic() - started
+                have[name, move.box] = array
+                seconds += time.monotonic() - started
         if self._delta:
             self._bases[source] = version, have
-
-    def _buckets(self, parts: Mapping[str, _Part]) -> Iterator[dict[str, Tree]]:
-        names = list(parts)
-        sizes = [_nbytes(parts[name]) for name in names]
-        for start, stop in _runs(sizes, self._bucket_bytes):
-            yield {name: _put_together(parts[name]) for name in names[start:stop]}
+        return have, seconds
 
 
-def cover_named(name: str, box: Box, layouts: Layouts) -> tuple[Box, list[Piece]]:
-    """Returns a wanted box and the pieces that cover it; raises ValueError naming the tensor where that cannot be."""
+def _moves(name: str, box: Box, layouts: Layouts) -> list[_Move]:
+    """Returns what covers a wanted box; raises ValueError naming the tensor where nothing does."""
+    moves = []
+    for piece in cover_named(name, box, layouts):
+        shard = layouts[piece.source][name][0]
+        moves.append(_Move(piece.source, piece.box, shard, run(piece.box, shard), run(piece.box, box)))
+    return moves
+
+
+def cover_named(name: str, box: Box, layouts: Layouts) -> list[Piece]:
+    """Returns the pieces that cover a wanted box; raises ValueError naming the tensor where that cannot be."""
     shards = [(source, layout[name][0]) for source, layout in layouts.items() if name in layout]
     if not shards:
         raise ValueError(f"no source has a tensor {name!r}: want one of those that {', '.join(layouts)} staged")
     if len(shards[0][1].shape) != len(box.shape):
         raise ValueError(f"tensor {name!r}: got a box of {len(box.shape)} dims, want {len(shards[0][1].shape)}")
     try:
-        return box, cover(box, shards)
+        return cover(box, shards)
     except ValueError as error:
         raise ValueError(f"tensor {name!r}: {error}") from error
 
 
-def _slices(run: Sequence[tuple[str, Box]], shards: Mapping[str, Box]) -> list[tuple[str, list[tuple[int, int]]]]:
+def _moves_of(source: str, plan: Plan, names: Iterable[str]) -> list[tuple[str, _Move]]:
+    return [(name, move) for name in names for move in plan[name][1] if move.source == source]
+
+
+def _slices(moves: Sequence[tuple[str, _Move]]) -> list[tuple[str, list[tuple[int, int]]]]:
     """Boxes of global offsets as bounds within the shards that a source has."""
-    return [(name, [(part.start, part.stop) for part in box.slices(shards[name])]) for name, box in run]
+    return [(name, [(part.start, part.stop) for part in move.box.slices(move.shard)]) for name, move in moves]
 
 
-def _nbytes(part: _Part) -> int:
-    return sum(int(array.nbytes) for _, array in part.pieces)
+def _array(given: Mapping[str, Given], name: str, move: _Move) -> Tree:
+    found = given[move.source]
+    if not isinstance(found, Arrays):
+        return found[name, move.box]
+    return found[name] if move.box == move.shard else found[name][(*move.box.slices(move.shard), ...)]
 
 
-def _copy_array(target: Tree, source: Tree, copy: Copy) -> None:
-    """Copies an array or tensor over another of its shape, as bytes where both lie in one piece."""
-    into, found = _address(target, written=True), _address(source)
-    if into and found and target.dtype == source.dtype and target.shape == source.shape:
-        copy(into, found, int(source.nbytes))
-        if _torch.is_tensor(target):
-            _torch.written(target)
-    else:
-        target[...] = source
+def _nbytes(given: Mapping[str, Given], name: str, moves: Sequence[_Move]) -> int:
+    total = 0
+    for source, box, shard, _, _ in moves:
+        found = given[source]
+        if not isinstance(found, Arrays):
+            total += int(found[name, box].nbytes)
+        elif box == shard:
+            total += found.known.places[name].size_bytes
+        else:
+            total += box.num_elements() * int(found.known.dtypes[name].itemsize)
+    return total
 
 
-def _address(array: Tree, *, written: bool = False) -> int:
-    """Returns where the bytes of an array or tensor lie, 0 where they are not in order in the memory of this host."""
-    if _torch.is_tensor(array):
-        return _torch.address(array)
-    return int(array.ctypes.data) if array.flags.c_contiguous and (array.flags.writeable or not written) else 0
+def _copied(target: Tree, name: str, moves: Sequence[_Move], given: Mapping[str, Given], copy: Copy) -> bool:
+    """Copies a tensor's pieces by their addresses, if they and the target lie in order in this host's memory."""
+    into = _address(target)
+    if not into:
+        return False
+    copies = []
+    for move in moves:
+        found = given[move.source]
+        if not isinstance(found, Arrays) or move.there is None or move.here is None:
+            return False
+        dtype = found.known.dtypes[name]
+        if type(target.dtype) is not type(dtype) or target.dtype != dtype:
+            return False
+        size = int(dtype.itemsize)
+        at = found.address + found.known.places[name].offset_bytes
+        copies.append((into + move.here[0] * size, at + move.there[0] * size, move.there[1] * size))
+    for one in copies:
+        copy(*one)
+    if _torch.is_tensor(target):
+        _torch.written(target)
+    return True
 
 
-def _put_together(part: _Part) -> Tree:
-    if len(part.pieces) == 1 and part.pieces[0][0] == part.box:
-        return part.pieces[0][1]
-    first: Tree = part.pieces[0][1] if part.pieces else np.empty(0)
-    whole = first.new_empty(part.box.shape) if _torch.is_tensor(first) else np.empty(part.box.shape, first.dtype)
-    for box, array in part.pieces:
-        whole[box.slices(part.box)] = array
+def _address(target: Tree) -> int:
+    """Returns where an array or tensor may be written, 0 where it does not lie in order in the memory of this host."""
+    if _torch.is_tensor(target):
+        return _torch.address(target)
+    return int(target.ctypes.data) if target.flags.c_contiguous and target.flags.writeable else 0
+
+
+def _put_together(box: Box, pieces: Sequence[tuple[Box, Tree]]) -> Tree:
+    if len(pieces) == 1 and pieces[0][0] == box:
+        return pieces[0][1]
+    first: Tree = pieces[0][1] if pieces else np.empty(0)
+    whole = first.new_empty(box.shape) if _torch.is_tensor(first) else np.empty(box.shape, first.dtype)
+    for part, array in pieces:
+        whole[part.slices(box)] = array
     return whole
 
 

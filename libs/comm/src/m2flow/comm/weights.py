@@ -1,8 +1,9 @@
 """Weights on their way from a trainer to those who serve them, within one host: written once, read in place.
 
-A version is one payload in shared memory: digests, then the tensors. The first version has the digests of all tensors,
-later ones of an eighth, another eighth each time. Every reader maps the same bytes, checks the digests that are there
-(of all tensors the first time, asking for those that are not), and holds the memory while it keeps an array.
+A version is one payload in shared memory: digests, the layout, and the tensors as a payload of their own, which a
+reader decodes when it wants a tensor and not when it knows where each lies. The first version has the digests of all
+tensors, later ones of an eighth, another eighth each time. Every reader maps the same bytes, checks the digests that
+are there (of all tensors the first time, asking for those that are not), and holds the memory while it keeps an array.
 """
 
 import itertools
@@ -10,7 +11,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -20,8 +21,9 @@ from m2flow.comm import _torch
 from m2flow.comm._calls import Lend, Request
 from m2flow.comm._changes import changes
 from m2flow.comm._segments import Pool, Slot
+from m2flow.comm._tree import Bytes
 from m2flow.comm.errors import PayloadError
-from m2flow.comm.payload import Tree, decode, encode
+from m2flow.comm.payload import Place, Tree, decode, encode, structure
 from m2flow.comm.resharding import Box, Shard
 
 SERVICE = "m2flow.weights"
@@ -76,7 +78,7 @@ class WeightStore:
         layout = packed_layout(weights)
         digests = {key: digest(arrays[key]) for key in self._checked(name, list(arrays))}
         digested = time.monotonic()
-        payload = encode({"digests": digests, "layout": layout, "weights": arrays})
+        payload = encode({"digests": digests, "layout": layout, "weights": encode(arrays)})
         self._withdraw(name, version)
         staged = _Staged(self._pool.take(payload.size_bytes), payload.size_bytes)
         payload.write_into(staged.slot.view(payload.size_bytes))
@@ -133,21 +135,24 @@ class WeightStore:
         name, version, *slices = request.args
         offered = self._offered.get((name, version))
         if offered is not None:
-            return offered["layout"] if request.method == "layout" else self._slices(name, offered, *slices)
+            if request.method == "layout":
+                return offered["layout"]
+            return self._slices(name, offered["weights"], *slices)
 
         def read(tree: Tree) -> Tree:
             if request.method == "layout":
                 return tree["layout"]
+            weights = decode(tree["weights"])
             if request.method == "digests":
-                return {key: digest(value) for key, value in tree["weights"].items()}
-            return self._slices(name, tree, *slices)
+                return {key: digest(value) for key, value in weights.items()}
+            return self._slices(name, weights, *slices)
 
         return self._find(name, version, None if request.method == "fetch" else read)
 
     def _slices(
         self,
         name: str,
-        tree: Tree,
+        weights: Mapping[str, Tree],
         slices: Sequence[tuple[str, Sequence[tuple[int, int]]]],
         base: int | None = None,
     ) -> Tree:
@@ -160,13 +165,13 @@ class WeightStore:
             if older is not None:
                 self._pool.hold(older.slot)
         try:
-            old = {} if older is None else decode(older.slot.view(older.size_bytes))["weights"]
+            old = {} if older is None else _weights_in(older)
             found = []
             for key, parts in slices:
                 # The ellipsis keeps an array of no dims an array.
                 where = (*(slice(*bounds) for bounds in parts), ...)
-                array = tree["weights"][key][where]
-                same = old[key] if key in old and old[key].shape == tree["weights"][key].shape else None
+                array = weights[key][where]
+                same = old[key] if key in old and old[key].shape == weights[key].shape else None
                 smaller = None if same is None else changes(same[where], array)
                 found.append((array if smaller is None else smaller, digest(array)))
             return found
@@ -207,27 +212,78 @@ class WeightStore:
             self._pool.let_go(staged.slot)
 
 
+class Known(NamedTuple):
+    """The structure of one version, which later ones mostly share: where each array lies, and its dtype."""
+
+    structure: bytes
+    size_bytes: int
+    places: Mapping[str, Place]
+    dtypes: Mapping[str, Any]
+
+
+class Arrays(Mapping[str, Tree]):
+    """The arrays of a version by name, in place. They are made when the first of them is asked for.
+
+    `data` is their payload, uint8 of shape [size_bytes]; `known` is that of an earlier one, which may save reading it.
+    Raises PayloadError for what is no payload of named arrays.
+    """
+
+    def __init__(self, data: Bytes, known: Known | None = None) -> None:
+        self.data = data
+        self.address = int(data.ctypes.data)
+        self._decoded: dict[str, Tree] | None = None
+        spelt = structure(data)
+        if known is None or known.structure != spelt or known.size_bytes != len(data):
+            every: list[Place] = []
+            self._decoded = decode(data, places=every)
+            if len(every) != len(self._decoded):
+                raise PayloadError(f"got {len(self._decoded)} weights in {len(every)} arrays, want one array each")
+            dtypes = {name: array.dtype for name, array in self._decoded.items()}
+            known = Known(spelt, len(data), dict(zip(self._decoded, every, strict=True)), dtypes)
+        self.known = known
+
+    def bytes_of(self, name: str) -> Bytes:
+        """Returns an array's bytes, shape [nbytes]."""
+        start, size = self.known.places[name]
+        return self.data[start : start + size]
+
+    def __getitem__(self, name: str) -> Tree:
+        if self._decoded is None:
+            self._decoded = decode(self.data)
+        return self._decoded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.known.places)
+
+    def __len__(self) -> int:
+        return len(self.known.places)
+
+
 class WeightReader:
-    """Checks what this process fetches, and remembers whom it has checked in full."""
+    """Checks what this process fetches, and remembers of whom it has checked all, and how that was laid out."""
 
     def __init__(self) -> None:
-        self._known: set[tuple[str, str]] = set()
+        self._known: dict[tuple[str, str], Known] = {}
 
-    def check(
-        self, source: str, name: str, version: int, answer: Tree, ask: Callable[[], Mapping[str, int]]
-    ) -> Mapping[str, Tree]:
+    def check(self, source: str, name: str, version: int, answer: Tree, ask: Callable[[], Mapping[str, int]]) -> Arrays:
         """Returns the tensors of an answer; raises PayloadError naming the first whose bytes are not its digest's.
 
         `ask` gets the digests of all tensors from the source: where it is new here and the answer has only some.
         """
-        weights, digests = answer["weights"], answer["digests"]
-        if (source, name) not in self._known and len(digests) < len(weights):
+        known = self._known.get((source, name))
+        weights, digests = Arrays(answer["weights"], known), answer["digests"]
+        if known is None and len(digests) < len(weights):
             digests = ask()
         for key, expected in digests.items():
-            if digest(weights[key]) != expected:
+            if digest(weights.bytes_of(key)) != expected:
                 raise PayloadError(f"weights {name!r} version {version} from {source!r}: {key!r} has another digest")
-        self._known.add((source, name))
-        return dict(weights)
+        self._known[source, name] = weights.known
+        return weights
+
+
+def _weights_in(staged: _Staged) -> dict[str, Tree]:
+    weights: dict[str, Tree] = decode(decode(staged.slot.view(staged.size_bytes))["weights"])
+    return weights
 
 
 def packed_layout(weights: Mapping[str, Tree]) -> Tree:

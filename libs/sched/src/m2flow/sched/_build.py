@@ -9,7 +9,7 @@ import numpy as np
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched import _curve
-from m2flow.sched._checks import check_numbers, remarks
+from m2flow.sched._checks import check_numbers, check_volumes, remarks
 from m2flow.sched._cluster import Pool, pools
 from m2flow.sched._costs import Costs, build_costs
 from m2flow.sched._cycle import cycle_rows
@@ -47,6 +47,7 @@ def build(request: sched_pb2.PlanRequest) -> Model:
         raise InputError(f"mode {request.mode!r}, want '', 'temporal', 'spatial' or 'hybrid': give one of these")
     check_numbers(request)
     workflow = as_measured(reduce_graph(request.workflow), request.profile)
+    check_volumes(workflow.volumes)
     found = pools(request.cluster)
     groups = workflow.groups
     used = [groups[g] for node in workflow.nodes for g in node.groups]
@@ -58,6 +59,8 @@ def build(request: sched_pb2.PlanRequest) -> Model:
             )
     costs = build_costs(workflow, request.profile, found)
     costs.notes.extend(remarks(request))
+    if request.workflow.source_items > 1 and not chunk_counts(request):
+        costs.notes.append(f"{request.workflow.source_items} items divide into no equal chunks: no pipeline is tried")
     return assemble(request, workflow, costs, found)
 
 

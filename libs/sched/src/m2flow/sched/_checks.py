@@ -1,17 +1,20 @@
 """What the numbers of a request may be: finite, not negative, and of a size that something real could have."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 
 from google.protobuf.message import Message
 
+from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched._cluster import MOST_DEVICES, mixed, num_devices
 from m2flow.sched.errors import InputError
 
+LONGEST_S = 1e9
 _LARGEST = 1e21
-_SECONDS = (1e-9, 1e9)
+_MOST_BYTES = 1e15
+_SECONDS = (1e-9, LONGEST_S)
 _ITEMS = (1e-6, 1e12)
 _MOST_ITEMS = 10**9
 _MOST_STALENESS = 64
@@ -35,10 +38,16 @@ def check_numbers(request: sched_pb2.PlanRequest) -> None:
     if not request.workflow.source_items:
         raise InputError("workflow.source_items is 0, want the items of one iteration: give 1 or more")
     for stream in request.workflow.streams:
-        if stream.rounds > _MOST_ROUNDS:
+        if stream.rounds and not 1 <= stream.rounds <= _MOST_ROUNDS:
             raise InputError(
-                f"the feedback stream from {stream.producer!r} has {stream.rounds:g} rounds, want at most "
+                f"the feedback stream from {stream.producer!r} has {stream.rounds:g} rounds, want 1 to "
                 f"{_MOST_ROUNDS:,}: count passes of one item in one iteration"
+            )
+    for items in request.profile.loop_items:
+        if max(items.passes, default=0) > _MOST_ROUNDS or (items.relative and not sum(items.relative)):
+            raise InputError(
+                f"the loop items of stage {items.stage!r} pass up to {max(items.passes, default=0):,} times and take "
+                f"{sum(items.relative):g} in all, want at most {_MOST_ROUNDS:,} passes and some time: correct them"
             )
     count = num_devices(request.cluster)
     if count > MOST_DEVICES:
@@ -81,9 +90,52 @@ def _finite(message: Message, where: str) -> None:
             if not field.is_repeated:
                 _finite(value, name)
         elif field.cpp_type == field.CPPTYPE_DOUBLE:
+            most = _most(field.name)
             for number in value if field.is_repeated else (value,):
-                if not 0 <= number <= _LARGEST:  # not-a-number is neither
-                    raise InputError(f"{name} is {number:g}, want 0 to {_LARGEST:g}: correct the number")
+                if not 0 <= number <= most:  # not-a-number is neither
+                    raise InputError(f"{name} is {number:g}, want 0 to {most:g}: correct the number")
+
+
+def _most(name: str) -> float:
+    """The largest number that a field of this name may have, by its unit."""
+    if name.endswith("bytes"):
+        return _MOST_BYTES
+    return LONGEST_S if name.endswith(("_s", "seconds")) and not name.endswith("per_s") else _LARGEST
+
+
+def check_volumes(volumes: Mapping[str, float]) -> None:
+    """Raises InputError where expansions leave a stage with more or fewer items than anything could count."""
+    low, high = _ITEMS
+    for stage, items in volumes.items():
+        if not low <= items <= high:
+            raise InputError(
+                f"stage {stage!r} has {items:g} items in an iteration, want {low:g} to {high:g}: correct the "
+                "source_items, or the expansions before it"
+            )
+
+
+def check_plan(plan: flow_pb2.ExecutionPlan, stages: Iterable[str], groups: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises InputError where a plan does not say what its simulation needs, or says what cannot be.
+
+    `stages` are those that cost device time; `groups` are theirs, with the devices that each may have.
+    """
+    said, placed = {s.stage: s for s in plan.stages}, {g.group: g for g in plan.groups}
+    if plan.staleness > _MOST_STALENESS:
+        raise InputError(f"the plan's staleness is {plan.staleness}, want at most {_MOST_STALENESS}: make it smaller")
+    for stage in stages:
+        if stage not in said or not said[stage].granularity:
+            raise InputError(f"the plan has no granularity for stage {stage!r}, want 1 or more: add it to `stages`")
+    for group, known in groups.items():
+        ids = list(placed[group].device_ids) if group in placed else []
+        if not ids:
+            raise InputError(f"the plan gives group {group!r} no devices, want one or more: add it to `groups`")
+        if strange := sorted(set(ids) - set(known)):
+            raise InputError(f"group {group!r} has devices {strange[:5]}, want ids of its kind: use the cluster's own")
+        if len(set(ids)) < len(ids) or placed[group].num_ranks > len(ids):
+            raise InputError(
+                f"group {group!r} has {placed[group].num_ranks} ranks on devices {ids[:8]}, want each device once and "
+                "a rank to have one or more: correct `groups`"
+            )
 
 
 def _sample(sample: sched_pb2.Sample, where: str) -> None:

@@ -4,8 +4,8 @@ from m2flow.sched._build import Model, what_if
 from m2flow.sched._cluster import MOST_DEVICES
 from m2flow.sched._plans import best_plans
 
-_MOST_TIMES = 128  # as many devices, or as much memory, as a change may ask for
-
+_MOST_TIMES = 128  # as many devices as a change may ask for
+_MOST_MEMORY = 2.0**20  # as much memory
 _UNITS = 64  # into which more devices are divided; what fits in coarser steps fits in finer ones
 
 
@@ -48,6 +48,9 @@ def _shortage(model: Model, devices: dict[str, int], memory: dict[str, float]) -
         missing = f"{count - have} {'is' if count - have == 1 else 'are'} missing"
         return f"no {wanted}plan fits: it needs {count} devices of kind {kind!r}, there are {have}, {missing}"
     counts = ", ".join(f"{len(model.pools[k].ids)} {k}" for k in model.kinds)
+    if model.request.mode == "spatial" and not model.problem.chunk_counts:
+        items = model.request.workflow.source_items
+        return f"no spatial plan exists: {items} items an iteration divide into no equal chunks"
     return f"no {wanted}plan exists for these groups on {counts}"
 
 
@@ -66,11 +69,11 @@ def _least_devices(model: Model, kind: str) -> int:
 
 
 def _least_memory(model: Model, kind: str) -> float:
-    """Bytes on one device of a kind with which a plan fits, to 0.1%; 0 where memory is no help, or 128 times is not."""
+    """Bytes on one device of a kind with which a plan fits, to 0.1%; 0 where no memory is enough."""
     have = model.pools[kind].spec.memory_bytes
-    if not have or not _fits(what_if(model, memory={kind: _MOST_TIMES})):
+    if not have or not _fits(what_if(model, memory={kind: _MOST_MEMORY})):
         return 0.0
-    low, high = 1.0, float(_MOST_TIMES)
+    low, high = 1.0, _MOST_MEMORY
     while high > 1.001 * low:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if _fits(what_if(model, memory={kind: middle})) else (middle, high)

@@ -147,10 +147,14 @@ def _check(graph: flow_pb2.WorkflowGraph) -> None:
         for other in stage.after:
             if other not in names:
                 raise InputError(f"stage {stage.name!r} comes after {other!r}, want a stage of {names}: name one")
+    before = {stage.name: list(stage.after) for stage in graph.stages}
     for stream in graph.streams:
         for end in (stream.producer, stream.consumer):
             if end not in names:
                 raise InputError(f"a stream joins {end!r}, want a stage of {names}: add the stage or fix the name")
+        if not stream.feedback:
+            before[stream.consumer].append(stream.producer)
+    _topological(names, before)
 
 
 def _check_groups(graph: flow_pb2.WorkflowGraph) -> None:

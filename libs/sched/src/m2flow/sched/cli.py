@@ -17,6 +17,7 @@ from m2flow.sched.planning import plan
 from m2flow.sched.simulation import simulate
 
 _SHOWN = 5
+_AGREE = 0.0005
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,7 +76,7 @@ def _request(parsed: argparse.Namespace, case: str | None) -> sched_pb2.PlanRequ
     request.mode = parsed.mode
     for option in ("staleness", "quantum"):
         if not 0 <= getattr(parsed, option) < 2**32:
-            raise SchedError(f"--{option} {getattr(parsed, option)}, want 0 or more: give a count")
+            raise SchedError(f"--{option} {getattr(parsed, option)}, want 0 to {2**32 - 1}: give a count")
     request.max_staleness, request.device_quantum = parsed.staleness, parsed.quantum
     for assignment in parsed.set:
         override(request, assignment)
@@ -87,11 +88,18 @@ def _plan(parsed: argparse.Namespace) -> int:
     answer = plan(request)
     _draw(parsed, request, answer)
     lines = [
-        f"{i}. {p.simulated_s:.4g} s  {p.plan.mode:8}  {p.shape}" for i, p in enumerate(answer.plans[:_SHOWN], start=1)
+        f"{i}. {p.simulated_s:.4g} s  {p.plan.mode:8}  {p.shape}{_difference(p)}"
+        for i, p in enumerate(answer.plans[:_SHOWN], start=1)
     ]
     lines += [f"Note: {note}." for note in answer.notes]
     lines.append(f"searched in {answer.search_s * 1e3:.1f} ms of CPU")
     return _answer(parsed, answer, answer.infeasible or "\n".join(lines), bool(answer.plans))
+
+
+def _difference(ranked: sched_pb2.RankedPlan) -> str:
+    """How far the closed form is from the simulation, where they disagree."""
+    error = ranked.searched_s / ranked.simulated_s - 1
+    return f"  (closed form {error:+.1%})" if abs(error) >= _AGREE else ""
 
 
 def _explain(parsed: argparse.Namespace) -> int:

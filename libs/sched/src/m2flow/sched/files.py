@@ -50,18 +50,21 @@ def read_case(folder: str | pathlib.Path) -> sched_pb2.PlanRequest:
 
 def read_message(path: str | pathlib.Path, kind: type[M]) -> M:
     """Reads one message from a .yaml or .json file; errors as `read_request`."""
-    file = pathlib.Path(path)
-    if not file.is_file():
-        raise InputError(f"{file} is not a file, want a {kind.DESCRIPTOR.name} in YAML or JSON: check the path")
+    file, message = pathlib.Path(path), kind()
+    name = message.DESCRIPTOR.name
     try:
-        text = file.read_text(encoding="utf-8")
-        if file.suffix == ".json":
-            return json_format.Parse(text, kind())
-        data = yaml.load(text, _Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, json_format.ParseError) as wrong:
-        raise InputError(f"{file} cannot be read as a {kind.DESCRIPTOR.name}: {wrong}: mend the file") from None
-    message = kind()
-    fill(message, data or {}, str(file))
+        if not file.is_file():
+            raise InputError(f"{file} is not a file, want a {name} in YAML or JSON: check the path")
+        text = file.read_text(encoding="utf-8-sig")
+        if file.suffix != ".json":
+            data = yaml.load(text, _Loader)
+        elif isinstance(json.loads(text), dict):
+            return json_format.Parse(text, message)
+        else:
+            raise InputError(f"{file} has no JSON object, want a {name} with keys {_names(message)}: mend the file")
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, json_format.ParseError) as wrong:
+        raise InputError(f"{file} cannot be read as a {name}: {wrong}: mend the file") from None
+    fill(message, {} if data is None else data, str(file))
     return message
 
 
@@ -108,7 +111,7 @@ def override(request: sched_pb2.PlanRequest, assignment: str) -> None:
         inner = getattr(message, steps[i])
         if field.is_repeated:
             number = steps[i + 1] if i + 1 < len(steps) else last
-            if not number.isdigit() or int(number) >= len(inner):
+            if not (number.isascii() and number.isdigit()) or int(number) >= len(inner):
                 raise InputError(
                     f"override {assignment!r}: {number!r} is no index, want 0 to {len(inner) - 1}: count from 0"
                 )
@@ -117,7 +120,7 @@ def override(request: sched_pb2.PlanRequest, assignment: str) -> None:
         message = inner
     try:
         value = yaml.load(text, _Loader)
-    except yaml.YAMLError:
+    except (ValueError, RecursionError, yaml.YAMLError):
         raise InputError(f"override {assignment!r}: {text!r} is no YAML value: quote or close what is open") from None
     fill(message, {last: value}, f"override {assignment!r}")
 
@@ -161,7 +164,7 @@ def _scalar(field: Field, value: object, where: str) -> object:
             raise InputError(f"{where} is {value!r}, want one of {sorted(n for n in names if names[n])}: use one")
         return names[word]
     if field.type == FieldDescriptor.TYPE_STRING:
-        if not isinstance(value, (str, int, float)):
+        if not isinstance(value, (str, int, float)) or any("\ud800" <= char <= "\udfff" for char in str(value)):
             raise InputError(f"{where} is {value!r}, want text: write one name")
         return str(value)
     if field.type == FieldDescriptor.TYPE_BOOL:
@@ -178,13 +181,13 @@ def _scalar(field: Field, value: object, where: str) -> object:
 
 
 def _number(value: object, where: str) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
     match = _QUANTITY.fullmatch(str(value).strip())
     try:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
         assert match is not None
         return float(match[1]) * _UNITS[match[2].lower()]
-    except (AssertionError, ValueError):
+    except (AssertionError, OverflowError, ValueError):
         raise InputError(f"{where} is {value!r}, want a number, or bytes such as 80GB or 64MiB: write one") from None
 
 

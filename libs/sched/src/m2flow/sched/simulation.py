@@ -10,6 +10,7 @@ from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched import _curve
 from m2flow.sched._build import Model, build
+from m2flow.sched._checks import LONGEST_S, check_plan
 from m2flow.sched._events import Clockwork, Event, Task
 from m2flow.sched._loop import Part, run_loop
 from m2flow.sched._workflow import Node, work_sources
@@ -37,9 +38,9 @@ def simulate(request: sched_pb2.SimulateRequest) -> sched_pb2.SimulateResponse:
     """
     model = build(request.request)
     seconds, tasks, events = run_plan(model, request.plan, record=True)
-    response = sched_pb2.SimulateResponse(iteration_s=seconds, searched_s=request.plan.prediction.iteration_s)
-    if response.searched_s:
-        response.difference = seconds / response.searched_s - 1
+    if seconds > LONGEST_S:
+        raise InputError(f"the plan takes {seconds:.3g} s, want at most {LONGEST_S:g}: correct the profile's seconds")
+    response = sched_pb2.SimulateResponse(iteration_s=seconds)
     _fill(response.timeline, model, request.plan, tasks, events)
     return response
 
@@ -65,17 +66,9 @@ def _tasks(model: Model, plan: flow_pb2.ExecutionPlan) -> list[Task]:
     workflow, costs = model.workflow, model.costs
     groups = {g.group: g for g in plan.groups}
     stages = {s.stage: s for s in plan.stages}
-    known = {d for pool in model.pools.values() for d in pool.ids}
-    for node in workflow.nodes:
-        for stage in node.stages:
-            if stage not in stages:
-                raise InputError(f"the plan says nothing of stage {stage!r}, want its granularity: add it to `stages`")
-        for group in node.groups:
-            if group not in groups or not groups[group].device_ids:
-                raise InputError(f"the plan gives group {group!r} no devices, want one or more: add it to `groups`")
-            strange = sorted(set(groups[group].device_ids) - known)
-            if strange:
-                raise InputError(f"group {group!r} has devices {strange[:5]}, want ids of the cluster: use its own")
+    used = {g for node in workflow.nodes for g in node.groups}
+    kinds = {g: model.pools[spec.device_kind].ids for g, spec in workflow.groups.items() if g in used}
+    check_plan(plan, (stage for node in workflow.nodes for stage in node.stages), kinds)
     tasks = []
     for i, node in enumerate(workflow.nodes):
         first, fed = stages[node.stages[0]], any(e.consumer == i for e in workflow.edges)

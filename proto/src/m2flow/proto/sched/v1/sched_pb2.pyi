@@ -328,13 +328,9 @@ class SimulateRequest(_message.Message):
     def __init__(self, request: _Optional[_Union[PlanRequest, _Mapping]] = ..., plan: _Optional[_Union[_flow_pb2.ExecutionPlan, _Mapping]] = ...) -> None: ...
 
 class SimulateResponse(_message.Message):
-    __slots__ = ("iteration_s", "timeline", "searched_s", "difference")
+    __slots__ = ("iteration_s", "timeline")
     ITERATION_S_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
-    SEARCHED_S_FIELD_NUMBER: _ClassVar[int]
-    DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     iteration_s: float
     timeline: _flow_pb2.Timeline
-    searched_s: float
-    difference: float
-    def __init__(self, iteration_s: _Optional[float] = ..., timeline: _Optional[_Union[_flow_pb2.Timeline, _Mapping]] = ..., searched_s: _Optional[float] = ..., difference: _Optional[float] = ...) -> None: ...
+    def __init__(self, iteration_s: _Optional[float] = ..., timeline: _Optional[_Union[_flow_pb2.Timeline, _Mapping]] = ...) -> None: ...

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from m2flow.comm._index import Caller, ChannelIndex, Entry, Refusal
+from m2flow.comm._index import Caller, ChannelIndex, Entry, Held, Refusal
 from m2flow.comm._views import Filter
 
 
-class Memory:
+class Memory(Held):
     """A payload that counts how often it was dropped."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from m2flow.comm._index import Caller, ChannelIndex, Entry, Refusal
+from m2flow.comm._index import Caller, ChannelIndex, Entry, Held, Refusal
 from m2flow.comm._views import Filter
 
 PRODUCERS, SPARES, CONSUMERS = ["p", "q"], ["r", "s"], ["c", "d", "e"]
@@ -16,7 +16,7 @@ keys = st.sampled_from(["", "k", "l", "m"])
 iterations = st.integers(0, 2)
 
 
-class Memory:
+class Memory(Held):
     def __init__(self) -> None:
         self.drops = 0
 

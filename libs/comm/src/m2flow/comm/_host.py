@@ -25,7 +25,7 @@ from m2flow.proto.comm.v1 import comm_pb2
 _counting = threading.Lock()
 
 
-class Passed:
+class Passed(Held):
     """A payload on its way through, in a block that readers borrow until all have let go."""
 
     __slots__ = ("_abandoned", "_block", "_from", "_holds", "_mapped", "_message")
@@ -63,18 +63,6 @@ class Passed:
             last = not self._holds
         if last:
             self._from.release([self._block], abandoned=self._abandoned)
-
-
-class Arrived:
-    """A payload that came over a network."""
-
-    __slots__ = ("data",)
-
-    def __init__(self, data: bytes | Bytes) -> None:
-        self.data = data
-
-    def drop(self) -> None:
-        """Ends nothing by itself: it lives as long as its item."""
 
 
 class ChannelHost:
@@ -223,15 +211,15 @@ def _entries(connection: Connection, items: comm_pb2.Items) -> list[Entry]:
     ]
 
 
-def _taken_in(payload: comm_pb2.Block, connection: Connection) -> Held:
+def _taken_in(payload: comm_pb2.Block, connection: Connection) -> Passed | Reference | bytes | Bytes:
     if is_data(payload):
-        return Arrived(connection.open(payload))
+        # It has come over a network, and lives as long as its item.
+        return connection.open(payload)
     return referenced(payload) if is_reference(payload) else Passed(connection, payload)
 
 
-def _has_pickle(payload: Held | bytes) -> bool:
-    data = payload.data if isinstance(payload, Arrived) else payload
-    return isinstance(data, bytes | np.ndarray) and has_pickle(data)
+def _has_pickle(payload: object) -> bool:
+    return isinstance(payload, bytes | np.ndarray) and has_pickle(payload)
 
 
 def _filter(request: comm_pb2.GetRequest) -> Filter:
@@ -260,11 +248,11 @@ def _answer(connection: Connection, request_id: int, entries: Sequence[Entry], r
     connection.send(Kind.REPLY, request_id, response.SerializeToString())
 
 
-def _given(payload: Held, reader: Connection) -> bytes | comm_pb2.Block:
+def _given(payload: object, reader: Connection) -> bytes | comm_pb2.Block:
     if isinstance(payload, Passed):
         return payload.give(reader)
-    if isinstance(payload, Arrived):
-        return reader.pass_on(payload.data)
+    if isinstance(payload, np.ndarray):
+        return reader.pass_on(payload)
     assert isinstance(payload, Reference)
     # Its consumer has come back in another process since it was put. It was found to have an encoding then.
     return payload.block if reader.within else reader.pass_on(encode(payload.tree).to_bytes())

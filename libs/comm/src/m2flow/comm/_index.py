@@ -9,7 +9,7 @@ import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from m2flow.comm._members import Members
 from m2flow.comm._views import Filter, Queue, View, filters_of
@@ -20,15 +20,19 @@ _SLACK = 1e-9
 _NOBODY_TAKES = "every consumer has left it"
 
 
-class Held(Protocol):
-    """A payload's memory, which the index keeps until the item is acknowledged or dropped."""
+class Held:
+    """A payload whose memory somebody must be told of, once its item is acknowledged or dropped."""
 
-    def drop(self) -> None: ...
+    __slots__ = ()
+
+    def drop(self) -> None:
+        """Ends the index's own hold."""
+        raise NotImplementedError
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """An item; its payload is a few bytes, or what holds many."""
+    """An item; its payload is whatever its owner keeps for it, a `Held` or not."""
 
     id: str
     key: str
@@ -36,7 +40,7 @@ class Entry:
     iteration: int
     producer: str
     tombstone: str
-    payload: Held | bytes
+    payload: object
     order: int = 0
     lease: int = 0
     filters: tuple[Filter, ...] = ()
@@ -507,5 +511,5 @@ def _prefix(view: View[Entry], weight: float) -> list[Entry]:
 def drop(entries: Iterable[Entry]) -> None:
     """Lets go of the memory of items that nobody will take."""
     for entry in entries:
-        if not isinstance(entry.payload, bytes):
+        if isinstance(entry.payload, Held):
             entry.payload.drop()

@@ -179,9 +179,9 @@ class Channel:
         First it commits the leases in `ack`, as `ack` does, for the price of no message: they are committed also where
         there is no item for it.
         Raises IterationEnded once every producer has ended `iteration` and none of its items is queued for this
-        consumer; ChannelClosedError once the channel is closed and drained; PeerLostError naming a producer that is gone
-        before it closed the channel, once what it had put is drained and unless a successor is announced; TimeoutError_
-        after `timeout_s` seconds.
+        consumer; ChannelClosedError once the channel is closed and drained; PeerLostError naming a producer that was
+        gone before it closed the channel, once what it had put is drained and unless a successor is announced;
+        TimeoutError_ after `timeout_s` seconds.
         """
         self._waits("get")
         return self._ask_get(0.0, key, iteration, ack, timeout_s).wait()[0]

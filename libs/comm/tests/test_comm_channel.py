@@ -386,7 +386,8 @@ def test_what_was_asked_of_a_channel_that_is_not_hosted_yet_ends_with_who_asked(
     asked = threading.Semaphore(0)
     host.handle("asked", lambda _: asked.release())
     host.on_peer_lost(lambda _: asked.release())
-    for victim in (peer("v", ask % "aget()"), peer("p2", ask % "aput(0)")):
+    for name, call in (("v", "aget()"), ("p2", "aput(0)")):
+        victim = peer(name, ask % call)
         assert asked.acquire(timeout=10)
         victim.kill()
         assert asked.acquire(timeout=10), "its death was not heard of"

@@ -92,7 +92,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 
     def run(*overrides: str) -> Started:
         path = tmp_path / "run"
-        command = [*TRAIN, f"run.dir={path}", "evaluation.num_problems=4", "num_steps=200", *overrides]
+        small = ("prompts_per_step=2", "minibatch_size=16", "evaluation.num_problems=4")
+        command = [*TRAIN, f"run.dir={path}", "num_steps=200", *small, *overrides]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )

@@ -93,10 +93,9 @@ def run(model: Path, make_plan: MakePlan, scratch: Path, *overrides: str, launch
     """Trains for three steps on two cores; the checkpoints of the first and the last are read and removed."""
     job, graph = make_job(model, *overrides)
     cluster = find_cluster(launcher, cpu_slots=2)
-    modules = sorted({spec.target.partition(":")[0] for spec in job.groups.values()})
     receipts, kept = [], {}
     with (
-        launch_run(cluster, launcher=launcher, preload=modules, run_dir=scratch, on_log=lambda *_: None) as session,
+        launch_run(cluster, launcher=launcher, run_dir=scratch, on_log=lambda *_: None) as session,
         Runtime(graph, make_plan(graph, cluster), session) as runtime,
     ):
         runtime.start(1)

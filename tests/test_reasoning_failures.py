@@ -68,6 +68,11 @@ def worker_pid(started, group: str) -> int:
     return pid
 
 
+def maps_torch(pid: int) -> bool:
+    """Whether a process has loaded torch's library."""
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
 def left_in_shared_memory() -> set[str]:
     return {p.name for p in Path("/dev/shm").iterdir()}
 
@@ -95,11 +100,13 @@ def test_no_worker_outlives_a_killed_driver(start) -> None:
     assert left_in_shared_memory() <= before
 
 
-def test_ctrl_c_leaves_nothing(start) -> None:
+def test_ctrl_c_leaves_nothing_and_the_driver_had_no_torch(start) -> None:
     before = left_in_shared_memory()
     started = start("plan=temporal")
     wait_for_steps(started, 1)
     family = descendants(started.process.pid)
+    assert maps_torch(worker_pid(started, "actor"))
+    assert not maps_torch(started.process.pid)
     os.kill(started.process.pid, signal.SIGINT)
     started.process.communicate(timeout=5)
     assert started.process.returncode == 130

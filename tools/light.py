@@ -1,4 +1,7 @@
-"""Checks that importing a facade loads nothing heavy: run with an interpreter that has the packages installed."""
+"""Checks that importing a facade, and planning with an app, load nothing heavy: run where the packages are installed.
+
+An app's `plan` builds its job, traces the recipe and searches, as the driver of `train` does before it starts workers.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from packages import load
 
 HEAVY = ("torch", "ray", "transformers", "vllm", "megatron", "tensorboard", "datasets", "gymnasium", "mujoco")
+# What an app's driver leaves to its ranks.
+OF_RANKS = ("torch", "ray", "transformers", "safetensors", "vllm", "megatron", "datasets", "mujoco")
 
 
-def loaded(module: str) -> set[str]:
-    """The heavy modules that a fresh interpreter has loaded after importing `module`."""
-    code = f"import sys, {module}; print(*[m for m in {HEAVY!r} if m in sys.modules])"
-    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+def loaded(code: str, heavy: tuple[str, ...]) -> set[str]:
+    """Those of the heavy modules that a fresh interpreter has loaded after running `code`."""
+    code = f"import sys; {code}; print(*[m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def told(what: str, heavy: set[str]) -> bool:
+    """Prints what was loaded; whether it was anything."""
+    print(f"{what}: " + (f"loads {', '.join(sorted(heavy))}" if heavy else "light"))
+    return bool(heavy)
 
 
 def main() -> int:
     failed = 0
     for package in load().values():
-        heavy = sorted(loaded(package.module) - package.facade_imports)
-        failed += bool(heavy)
-        print(f"{package.module}: " + (f"loads {', '.join(heavy)}" if heavy else "light"))
+        failed += told(package.module, loaded(f"import {package.module}", HEAVY) - package.facade_imports)
+        if (package.source / "recipe.py").exists():
+            plan = f"from {package.module}.cli import main; assert main(['plan']) == 0"
+            failed += told(f"{package.module}: plan", loaded(plan, OF_RANKS))
     return 1 if failed else 0
 
 

@@ -2,11 +2,15 @@
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
 from m2flow.agentic.agent import AgentWorker
+from m2flow.agentic.conversation import said, told
 from m2flow.agentic.recipe import calls_tool
+from m2flow.apps.graded import PolicyLossConfig, graded_samples
 from m2flow.apps.grading import grade
-from m2flow.apps.policy_loss import PolicyLoss, PolicyLossConfig, graded_samples
+from m2flow.apps.policy_loss import PolicyLoss
+from m2flow.apps.testing.tiny import save_tiny_language_model
 from m2flow.worker import Item
 from m2flow.worker.engines.trainer._packing import pack
 
@@ -42,11 +46,11 @@ def test_the_trained_sequence_is_what_was_sampled_and_fed(agent, rollout, tools,
         assert len({len(fed) for fed, _ in mine}) == 3
         sampled = np.zeros(len(sequence), dtype=bool)
         logprobs = np.zeros(len(sequence), dtype=np.float32)
-        for fed, said in mine:  # every prompt of the engine is a beginning, every turn follows its prompt
-            end = len(fed) + len(said.token_ids)
-            assert sequence[len(fed) : end] == said.token_ids.tolist()
+        for fed, turn in mine:  # every prompt of the engine is a beginning, every turn follows its prompt
+            end = len(fed) + len(turn.token_ids)
+            assert sequence[len(fed) : end] == turn.token_ids.tolist()
             sampled[len(fed) : end] = True
-            logprobs[len(fed) : end] = said.logprobs
+            logprobs[len(fed) : end] = turn.logprobs
         start = len(fields["prompt_ids"])
         assert not sampled[:start].any()
         assert np.array_equal(fields["loss_mask"], sampled[start:])
@@ -113,3 +117,34 @@ def test_worked_examples_and_question_are_computed_once_for_each_microbatch(
     )
     shown = len(agent._preamble_ids)
     assert len(microbatch.trie) < shown + 2 * 60 < len(samples) * shown
+
+
+def test_a_turn_that_new_weights_cut_says_which_tokens_each_version_drew(agent, rollout, waiting, tmp_path) -> None:
+    """What was drawn before stays; the sample is as stale as its oldest token, whatever came in later turns."""
+    newer = AutoModelForCausalLM.from_pretrained(save_tiny_language_model(tmp_path / "newer", seed=1))
+    opened = list(agent.open(problems((3, 5, 4))))
+    (whole, *_) = sorted(rollout.speak(waiting(opened)), key=lambda item: item.seq)
+    steps = 0
+
+    def safe_point() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            rollout.load_weights(dict(newer.named_parameters()), 1)
+
+    rollout.context.safe_point = safe_point
+    (cut, *_) = sorted(rollout.speak(waiting(opened)), key=lambda item: item.seq)
+    versions = cut.fields["turn_versions"].tolist()
+    assert versions == [0] * 4 + [1] * (len(versions) - 4)
+    assert len(versions) > 4
+    assert cut.fields["turn_ids"][:4].tolist() == whole.fields["turn_ids"][:4].tolist()
+    np.testing.assert_allclose(cut.fields["turn_logprobs"][:4], whole.fields["turn_logprobs"][:4], rtol=1e-5)
+    assert abs(cut.fields["turn_logprobs"][4] - whole.fields["turn_logprobs"][4]) > 1e-3
+
+    (again,) = rollout.speak(waiting([told(said(cut), [5, 6])]))
+    conversation = said(again)
+    later = again.fields["turn_versions"].tolist()
+    assert set(later) == {1}
+    assert conversation.fields["token_versions"].tolist() == [*versions, -1, -1, *later]
+    group = Item((0,), 1, {"advantages": [0.5]}, members=(conversation,))
+    assert [sample.staleness for sample in graded_samples(group)] == [1]

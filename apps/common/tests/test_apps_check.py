@@ -12,6 +12,7 @@ import pytest
 from m2flow.apps.check import collect, missing_packages, run_problems
 from m2flow.apps.config import CheckpointConfig, RunConfig, TrainingConfig
 from m2flow.apps.errors import CheckFailed
+from m2flow.apps.functions import function_problems
 from m2flow.apps.language import LanguageModelConfig, ModelConfig
 from m2flow.apps.model_check import memory_problems, model_problems, space_problems
 from m2flow.apps.safetensors_size import num_parameters
@@ -104,3 +105,35 @@ def test_one_check_that_fails_hides_no_other() -> None:
         raise CheckFailed(["first", "second"])
 
     assert collect([fails, lambda: ["third"]]) == ["first", "second", "third"]
+
+
+MODULE = """
+import json as notation
+raise RuntimeError("imported")
+def score(sample): return 1.0
+class Judge:
+    def inner(self): pass
+strict: object = score
+try:
+    lenient = score
+except NameError:
+    def fallback(sample): return 0.0
+"""
+
+
+def test_the_name_of_a_function_is_looked_for_in_its_module_which_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "judging_by_name.py").write_text(MODULE)
+    (tmp_path / "judging_by_star.py").write_text("from math import *")
+    (tmp_path / "judging_in_vain.py").write_text("def score(:")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("score", "Judge.inner", "strict", "lenient", "fallback", "notation.loads"):
+        assert function_problems("f", f"judging_by_name:{name}") == []
+    assert function_problems("f", "judging_by_star:sqrt") == []
+    assert function_problems("f", "math:sqrt") == []
+    (problem,) = function_problems("reward.function", "judging_by_name:scores")
+    assert problem.startswith("reward.function: got 'judging_by_name:scores', and ")
+    assert problem.endswith("judging_by_name.py has no 'scores': did you mean 'score'?")
+    assert "has no 'inner': name a function that is there" in function_problems("f", "judging_by_name:inner")[0]
+    assert "judging_in_vain.py is no Python" in function_problems("f", "judging_in_vain:score")[0]

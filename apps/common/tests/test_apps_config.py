@@ -98,12 +98,12 @@ def test_a_huge_batch_is_checked_at_once() -> None:
 
 
 def test_an_age_that_no_sample_reaches_is_refused(tmp_path: Path) -> None:
-    assert _build("loss.max_age=0", "staleness=1").batch_problems() == []
-    (problem,) = _build("loss.max_age=1", "staleness=1", "plan=spatial").batch_problems()
-    assert problem.startswith("loss.max_age: got 1 and staleness 1, which no sample is older than: lower it")
+    assert _build("loss.max_staleness=0", "staleness=1").batch_problems() == []
+    (problem,) = _build("loss.max_staleness=1", "staleness=1", "plan=spatial").batch_problems()
+    assert problem.startswith("loss.max_staleness: got 1 and staleness 1, which no sample exceeds: lower it")
     plan = tmp_path / "plan.yaml"
     plan.write_text("staleness: 2")
-    assert _build("loss.max_age=1", f"plan={plan}").batch_problems() == []
+    assert _build("loss.max_staleness=1", f"plan={plan}").batch_problems() == []
 
 
 def test_a_later_override_wins_and_the_tree_is_not_changed() -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import yaml
 from m2flow.apps.checkpoint import latest_checkpoint
 from m2flow.apps.run_directory import RunDirectory
 from m2flow.apps.trace_check import trace_problems
+from m2flow.apps.training import _skipped
 from m2flow.flow import load_plan
 
 Toy = Callable[..., Any]
@@ -179,3 +181,11 @@ def test_several_epochs_take_several_optimiser_steps(toy: Toy, tmp_path: Path) -
     run, ended = _train(toy, tmp_path / "run", "num_steps=2", "num_epochs=3")
     assert ended.code == 0, ended.err
     assert _state(run)["counts"] == [6 * 4, 6]  # groups, optimiser steps
+
+
+def test_items_that_are_lost_unasked_are_said_and_counted() -> None:
+    graph = SimpleNamespace(stages={"source": 0, "filter:is_mixed": 1})
+    assert _skipped({"filter:is_mixed": 3, "surplus": 1}, graph) == ""
+    assert _skipped({"reward/timeouts": 2, "filter:is_mixed": 3, "died": 1}, graph) == (
+        "3 items were skipped (reward/timeouts 2, died 1): logs/ says why"
+    )

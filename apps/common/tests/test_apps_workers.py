@@ -153,7 +153,7 @@ def test_samples_of_other_weights_are_corrected_and_counted(
     assert metrics["actor/grad_norm"] == pytest.approx(weight * plain["actor/grad_norm"], rel=1e-3)
 
 
-def test_samples_that_are_too_old_do_not_teach_and_are_counted(model: Path) -> None:
+def test_samples_that_are_too_stale_do_not_teach_and_are_counted(model: Path) -> None:
     """Of a third, the first token was drawn with weights of one update before."""
     sampler = rollout(model)
     sampler.load_weights(actor(model).named_weights(), 3)
@@ -169,11 +169,14 @@ def test_samples_that_are_too_old_do_not_teach_and_are_counted(model: Path) -> N
         )
         for group in groups
     ]
-    limited, without, lenient, whole = actor(model, max_age=1), actor(model), actor(model, max_age=2), actor(model)
-    metrics = measure(limited.train(old)).metrics
+    limited, lenient = actor(model, max_staleness=1), actor(model, max_staleness=2)
+    without, whole = actor(model), actor(model)
+    outcome = measure(limited.train(old))
+    metrics = outcome.metrics
     without.train(young)
     assert torch.equal(gradient(limited), gradient(without))
     assert metrics["staleness/dropped"] == len(PROMPTS) * SAMPLES / 3
+    assert f"{metrics['staleness/dropped']:.0f} of {len(PROMPTS) * SAMPLES} samples were staler" in outcome.warning
     assert metrics["staleness/max"] == 2
     assert measure(lenient.train(old)).metrics["staleness/dropped"] == 0
     whole.train(groups)
@@ -181,9 +184,9 @@ def test_samples_that_are_too_old_do_not_teach_and_are_counted(model: Path) -> N
     assert not torch.equal(gradient(limited), gradient(whole))
 
 
-def test_where_all_samples_are_too_old_nothing_is_learned(model: Path) -> None:
+def test_where_all_samples_are_too_stale_nothing_is_learned(model: Path) -> None:
     groups = graded(list(rollout(model).generate(prompts(4))), odd)
-    learner = actor(model, max_age=3)
+    learner = actor(model, max_staleness=3)
     metrics = measure(learner.train(groups)).metrics
     assert metrics["staleness/dropped"] == len(PROMPTS) * SAMPLES
     assert int(learner.shards()["steps"]) == 0
@@ -269,7 +272,7 @@ def test_the_supervised_stage_makes_examples_likelier_and_ends_by_sampled_succes
     samples = list(rollout(model).generate(prompts()))
     failed, well = (with_examples(graded(samples, lambda sample, won=won: won)) for won in (0.0, 1.0))
     learner = actor(model, imitate_until=0.5, imitate_max_steps=9)
-    first = learner._engine.logprobs([worked_example(group) for group in failed])
+    first = learner._learner.engine.logprobs([worked_example(group) for group in failed])
     outcomes = [measure(learner.train(failed)) for _ in range(3)]
     learner.save_checkpoint(str(tmp_path))
     resumed = actor(model, imitate_until=0.5, imitate_max_steps=9, resume=str(tmp_path))

@@ -14,7 +14,17 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2flow.comm import Address, Endpoint, PeerLostError, TimeoutError_, explain_route, route
+from m2flow.comm import (
+    Address,
+    Endpoint,
+    PayloadError,
+    PeerLostError,
+    TimeoutError_,
+    _torch,
+    encode,
+    explain_route,
+    route,
+)
 from m2flow.comm.collectives import spans
 from m2flow.comm.process_group import ProcessGroupBackend
 from m2flow.comm.testing import PatientConformance, Ranks
@@ -115,6 +125,30 @@ def test_a_process_group_that_will_not_do_is_refused() -> None:
     with pytest.raises(ValueError, match="got peer 'x', want one of a"):
         backend.isend("x", 1)
     backend.close()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tensors", "reason"),
+    [
+        ((64, 1 << 40), [], r"message of \[64, 1099511627776\] bytes, want 0 to 1000000 in all"),
+        ((-1, 64), [], r"message of \[-1, 64\] bytes"),
+        (None, [(_torch.code_of(torch.zeros(1)), (1 << 20, 1 << 20))], r"tensors of 4398046511104 bytes"),
+    ],
+)
+def test_a_message_of_a_process_group_is_refused_before_memory_is_made(
+    sizes: tuple[int, int] | None, tensors: list[Any], reason: str
+) -> None:
+    store = dist.HashStore()
+    groups = on_three_threads(lambda rank: dist.ProcessGroupGloo(store, rank, 3, timedelta(seconds=10)))
+    backend = ProcessGroupBackend(groups[0], NAMES, max_payload_bytes=1_000_000)
+    head, body = encode(("t", tensors)).to_bytes(), encode(None).to_bytes()
+    received = backend.irecv("r1", tag="t")
+    message = torch.tensor(sizes or [len(head), len(body)]), torch.frombuffer(bytearray(head + body), dtype=torch.uint8)
+    sent = [groups[1].send([tensor], 0, 0) for tensor in message]
+    with pytest.raises(PayloadError, match=reason):
+        received.result(20)
+    backend.close()
+    del sent
 
 
 def test_a_rank_that_is_silent_for_the_groups_time_out_is_lost() -> None:

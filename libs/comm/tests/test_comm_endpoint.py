@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from m2flow.comm import (
     Request,
     TimeoutError_,
     _handshake,
+    encode,
 )
 from m2flow.comm._frames import Kind, header
 
@@ -195,6 +196,12 @@ def test_a_wrong_token_is_refused_and_logged(make_endpoint: Any, caplog: pytest.
     assert "another" not in caplog.text
 
 
+@pytest.mark.parametrize("token", ["", "Schlüssel", "two\nlines"])
+def test_a_token_that_will_not_do_is_refused(run_dir: Path, token: str) -> None:
+    with pytest.raises(ValueError, match=r"got a.* token.*, want a secret such as"):
+        Endpoint(run_dir, "a", token=token)
+
+
 def test_no_call_goes_out_ahead_of_the_hello(make_endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = make_endpoint("a"), make_endpoint("b")
     b.handle("echo", lambda request: request.args)
@@ -276,6 +283,66 @@ def test_a_death_is_seen_by_those_who_wait_and_reported_once(make_endpoint: Any,
     assert seen.wait(20)
     time.sleep(0.05)
     assert lost == ["v"]
+
+
+@pytest.fixture(params=["local", "unix", "grpc"])
+def linked(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Endpoint, Endpoint, str]]:
+    """Endpoints "a" and "b" that are linked each way there is; b takes payloads of 100 kB."""
+    by_reference, remote = request.param == "local", request.param == "grpc"
+    with (
+        Endpoint(tmp_path / "a", "a", token="t", by_reference=by_reference) as a,
+        Endpoint(
+            tmp_path / ("b" if remote else "a"), "b", token="t", by_reference=by_reference, max_payload_bytes=100_000
+        ) as b,
+    ):
+        if remote:
+            a.add_address("b", b.listen("127.0.0.1:0"))
+        yield a, b, request.param
+
+
+def test_a_frame_that_this_end_fails_at_ends_the_connection_and_no_other_frame_waits(
+    linked: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b, _ = linked
+    b.handle("echo", lambda request: request.args)
+    assert a.request("b", "echo", "", 1) == 1
+
+    def fail(connection: Any, request_id: int, body: bytes) -> None:
+        raise IndexError("our own defect")
+
+    b._fabric._on_frame[Kind.CHANNEL] = fail
+    connection = a._fabric.connection("b")
+    with pytest.raises(PeerLostError):
+        a.channel("q", host="b").stats()
+    assert "IndexError: our own defect" in caplog.text
+    assert a.request("b", "echo", "", 2, timeout_s=10) == 2
+    assert a._fabric.connection("b") is not connection
+
+
+def test_a_payload_above_the_limit_is_refused(linked: Any) -> None:
+    a, b, link = linked
+    b.handle("size", lambda request: len(request.args))
+    assert a.request("b", "size", "", bytes(90_000)) == 90_000
+    # Over gRPC before any of it is kept: there it is a frame.
+    error, reason = (PeerLostError, "'b' is lost") if link == "grpc" else (RemoteError, "got .* want at most 100000")
+    with pytest.raises(error, match=reason):
+        a.request("b", "size", "", bytes(200_000), timeout_s=10)
+    if link == "unix":
+        with pytest.raises(error, match=reason):
+            a.send("b", bytes(200_000), timeout_s=10)
+    assert a.request("b", "size", "", bytes(90_000), timeout_s=10) == 90_000
+
+
+def test_what_a_lost_connection_has_taken_back_may_be_taken_back_again(make_endpoint: Any) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    b.handle("echo", lambda request: request.args)
+    a.request("b", "echo", "")
+    connection = a._fabric.connection("b")
+    packed = connection.pack(encode(np.zeros(100_000)))
+    b.close()
+    assert wait_until(lambda: connection._lost is not None)
+    connection.take_back([packed])
+    assert a._fabric.pool._slabs == {} or not any(slab.slots_in_use for slab in a._fabric.pool._slabs.values())
 
 
 def test_a_goodbye_is_no_death(make_endpoint: Any) -> None:

@@ -52,6 +52,12 @@ def test_a_message_that_somebody_waits_for_is_never_too_much(ends: Ends) -> None
     assert len(waiting.result(10)) == 30_000
 
 
+def test_what_lies_in_its_senders_shared_memory_is_not_counted_again(ends: Ends) -> None:
+    a, b = ends
+    sent = [a.isend("b", bytes(size), tag="t") for size in (60_000, 20_000)]
+    assert [len(b.recv("a", tag="t", timeout_s=10)) for _ in sent] == [60_000, 20_000]
+
+
 def test_what_an_endpoint_has_not_received_fails_when_it_closes(ends: Ends) -> None:
     a, b = ends
     sent = [a.isend("b", number) for number in range(3)]

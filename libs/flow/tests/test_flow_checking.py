@@ -4,7 +4,7 @@ import pytest
 
 from m2flow.flow import Graph, PlanError, check_plan, trace
 from m2flow.flow.modes import hybrid_plan, spatial_plan, temporal_plan
-from m2flow.flow.testing import FakeSpec, episodes, grpo_graph
+from m2flow.flow.testing import FakeSpec, episodes, grpo_graph, is_mixed
 from m2flow.proto.flow.v1 import flow_pb2 as pb
 from m2flow.worker import Cluster
 
@@ -160,6 +160,40 @@ def test_ranks_in_step_inside_a_loop_are_refused():
     with pytest.raises(PlanError, match=r"policy\.act is inside a loop .* want one rank of policy, got 2"):
         check_plan(graph, spatial_plan(graph, cluster), cluster)
     check_plan(graph, spatial_plan(graph, cluster, weights={"env": 3}), cluster)
+
+
+def quota_graph(*, in_step):
+    """Sixteen samples, the first of which that pass are trained on."""
+
+    def program(flow, rollout, reward, actor):
+        scored = reward.score(rollout.generate(flow.source("prompts")))
+        return actor.train(flow.first(2, flow.gather(scored, by="prompt"), where=is_mixed))
+
+    specs = {
+        "rollout": FakeSpec("rollout", ("generate",)),
+        "reward": FakeSpec("reward", ("score",), in_step=in_step),
+        "actor": FakeSpec("actor", ("train",)),
+    }
+    return trace(program, specs, source_items=4, expansions={"rollout.generate": 4})
+
+
+def test_ranks_in_step_before_a_quota_are_refused():
+    graph, cluster = quota_graph(in_step=True), Cluster.virtual(4)
+    with pytest.raises(PlanError, match=r"reward\.score has a quota behind it .* want one rank of reward, got 2"):
+        check_plan(graph, spatial_plan(graph, cluster, weights={"reward": 2}), cluster)
+    check_plan(graph, spatial_plan(graph, cluster, weights={"rollout": 2}), cluster)
+
+
+def test_what_a_quota_may_ask_for_without_end_is_not_bounded_where_it_could_crowd():
+    graph, cluster = quota_graph(in_step=False), Cluster.virtual(4)
+    plan = spatial_plan(graph, cluster, weights={"rollout": 2})
+    plan.edges.add(producer="reward.score", consumer="actor.train", capacity=1)
+    check_plan(graph, plan, cluster)
+    plan.edges.add(producer="rollout.generate", consumer="reward.score", capacity=16)
+    check_plan(graph, plan, cluster)
+    plan.staleness = 1
+    with pytest.raises(PlanError, match=r"into reward\.score holds 16 items, want 0, as a quota decides how many come"):
+        check_plan(graph, plan, cluster)
 
 
 def test_a_kind_that_the_device_is_not_is_refused(graph):

@@ -1,6 +1,7 @@
 """Glue and source order: what is released when, whatever order things arrive in."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from m2flow.flow import RunError
 from m2flow.flow.glue import SPLIT, Glue
 from m2flow.flow.microflow import Op
 from m2flow.flow.order import SourceOrder, seq_of_group
-from m2flow.worker import Item
+from m2flow.worker import Group, Item
 
 HERE = "m2flow.flow.testing"
 
@@ -68,10 +69,38 @@ def test_an_item_without_the_group_is_an_error_with_a_remedy():
         Glue([gather()], "gather:prompt").push(Item((0,), 0), "far")
 
 
+def test_an_outer_group_is_gathered_after_the_inner_one():
+    grandchild = samples(1, 2)[0].child(0, 3, "step")
+    with pytest.raises(
+        RunError, match=r"0:0\.0\.0 is one of 3 of 0:0\.0 by 'step'.*gather by 'step', then by 'prompt'"
+    ):
+        Glue([gather()], "gather:prompt").push(grandchild, "far")
+
+
+def test_a_group_of_several_source_items_is_refused_where_it_is_not_seen_as_a_whole():
+    items = [Item((place,), 0, groups={"prompt": Group("pair", 2)}) for place in range(2)]
+    anywhere = Glue([gather()], "gather:prompt")
+    assert [made.seq for item in items for made in anywhere.push(item, "far")] == [(0,)]
+    with pytest.raises(RunError, match=r"group pair of item 0:0 may hold .* several source items.*one rank"):
+        Glue([replace(gather(), local=True)], "gather:prompt").push(items[0], "far")
+
+
+def test_a_merge_takes_a_place_by_one_way_and_what_died_before_its_split_once():
+    merge = Op("merge", "merge", ("one", "two"))
+    glue = Glue([merge], "merge")
+    dead = Item((1,), 0).as_tombstone("died")
+    assert [made.seq for port in ("one", "two") for made in glue.push(dead, port)] == [(1,)]
+    assert glue.push(Item((0,), 0), "one")
+    with pytest.raises(RunError, match=r"merge: item 0:0 came by one and by two, want different items"):
+        glue.push(Item((0,), 0), "two")
+    looped = Glue([replace(merge, looped=True)], "merge")
+    assert [len(looped.push(Item((0,), 0), port)) for port in ("one", "two")] == [1, 1]
+
+
 def test_map_and_filter_work_on_the_living():
     ops = [
         gather(),
-        Op("filter:is_mixed", "filter", ("gather:prompt",), function=f"{HERE}:is_mixed"),
+        Op("filter:is_mixed", "filter", ("gather:prompt",), function=f"{HERE}:is_mixed", reason="all equal"),
         Op("map:mean_reward", "map", ("filter:is_mixed",), function=f"{HERE}:mean_reward"),
     ]
     glue = Glue(ops, "map:mean_reward")
@@ -80,11 +109,11 @@ def test_map_and_filter_work_on_the_living():
     out = [made for item in items[:2] + equal for made in glue.push(item, "far")]
     # By hand: rewards 0 and 1 have mean 0.5; the second group is all-equal.
     assert out[0].fields["advantages"] == [-0.5, 0.5]
-    assert (out[1].seq, out[1].tombstone) == ((1,), "filter:is_mixed")
+    assert (out[1].seq, out[1].tombstone) == ((1,), "all equal")
 
 
 def test_split_halves_meet_again_in_a_merge():
-    split = {"kind": "filter", "inputs": ("far",), "function": f"{HERE}:is_live"}
+    split = {"kind": "filter", "inputs": ("far",), "function": f"{HERE}:is_live", "reason": SPLIT}
     ops = [
         Op("yes", branch="yes", **split),
         Op("no", branch="no", **split),

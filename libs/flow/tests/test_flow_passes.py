@@ -3,6 +3,7 @@
 import pytest
 
 from m2flow.flow import modes, trace
+from m2flow.flow.glue import LEFT
 from m2flow.flow.passes import PASSES, context_switch, fuse, lift, lower, overlap, pipeline, place
 from m2flow.flow.testing import FakeSpec, as_it_is, goes_round
 from m2flow.proto.flow.v1 import flow_pb2 as pb
@@ -66,8 +67,8 @@ def test_fuse_gives_a_filter_in_front_to_the_producer(loop_graph, cluster):
     (again,) = flow.stage("policy.act").inbox.sieves
     (over,) = flow.stage("sink").inbox.sieves
     assert again.inputs == over.inputs == ("env.step",)
-    assert (again.branch, again.silent) == ("yes", False)  # the head hears of those that have left
-    assert (over.branch, over.silent) == ("no", True)  # those that have not say nothing yet
+    assert (again.branch, again.reason) == ("yes", LEFT)  # the head hears of those that have left
+    assert (over.branch, over.reason) == ("no", "")  # those that have not say nothing yet
     sink = flow.stage("sink").inbox
     assert (sink.head, sink.ops) == ("env.step", ())
 

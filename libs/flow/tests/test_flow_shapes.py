@@ -9,6 +9,7 @@ from m2flow.flow.testing import (
     SyntheticCritic,
     SyntheticEngine,
     SyntheticEnvironment,
+    SyntheticHand,
     SyntheticPolicy,
     SyntheticReference,
     SyntheticReward,
@@ -16,6 +17,7 @@ from m2flow.flow.testing import (
     episodes,
     is_first_odd,
     is_live,
+    is_odd,
     mean_reward,
     ppo,
 )
@@ -137,7 +139,7 @@ def test_an_engine_that_leaves_items_behind_is_told():
         "policy": SyntheticEngine.group({"forgets": True}, name="policy", **KIND),
     }
     graph = trace(episodes, groups, source_items=2)
-    with pytest.raises(WorkerFailed, match=r"policy\.act: the stage returned and left 1 items, want it to take all"):
+    with pytest.raises(WorkerFailed, match=r"policy\.act: the stage returned and still owes 0:0: want each item"):
         list(run_all(graph, spatial_plan(graph, Cluster.virtual(2)), 2, num_items=1))
 
 
@@ -287,3 +289,37 @@ def test_a_quota_that_the_source_cannot_fill_takes_what_there_is():
     with launch_run(cluster, launcher="inproc") as session, Runtime(graph, plan, session) as runtime:
         runtime.start()
         assert len(runtime.run(0, wave(0, 0)).outputs) == 3
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("samples", "size"), [(1, 1), (4, 1), (4, 4)], ids=["item by item", "samples", "waves"])
+def test_the_source_feeds_a_quota_as_much_as_it_takes_whoever_is_fast(samples, size):
+    """Six samples of prompts with an odd place are wanted: of 1 a prompt that takes 12 prompts, of 4 a prompt 4."""
+
+    def program(flow, rollout, one):
+        return one.work(flow.first(6, rollout.generate(flow.source("prompts")), where=is_odd))
+
+    rollout = SyntheticRollout.group({"samples": samples}, name="rollout", **KIND)
+    groups = {"rollout": rollout, "one": SyntheticHand.group({}, name="one", **KIND)}
+    graph = trace(program, groups, source_items=4, expansions={"rollout.generate": samples})
+    needed = {1: 12, 4: 4}[samples]
+
+    def prompts(start):
+        return [Item((place,), 0, {"seed": place, "left": place}) for place in range(start, start + size)]
+
+    for make, num_devices in ((temporal_plan, 1), (spatial_plan, 3)):
+        cluster = Cluster.virtual(num_devices)
+        fed = [0]
+
+        def more(start, fed=fed):
+            fed.append(start)
+            return prompts(start)
+
+        with (
+            launch_run(cluster, launcher="inproc") as session,
+            Runtime(graph, make(graph, cluster), session) as runtime,
+        ):
+            runtime.start()
+            result = runtime.run(0, prompts(0), more=more)
+        assert [item.seq for item in result.outputs] == [(place,) for place in range(6)]
+        assert fed == list(range(0, needed, size))

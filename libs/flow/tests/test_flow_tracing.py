@@ -7,7 +7,7 @@ import json
 import pytest
 
 from m2flow.flow import Flow, Graph, Stream, TraceError, trace
-from m2flow.flow.testing import FakeSpec, goes_round, is_mixed, mean_reward, whiten
+from m2flow.flow.testing import FakeSpec, as_it_is, goes_round, is_mixed, is_odd, mean_reward, whiten
 from m2flow.proto.flow.v1 import flow_pb2 as pb
 
 ROLLOUT = FakeSpec("rollout", ("generate",))
@@ -230,6 +230,124 @@ def test_items_in_a_loop_have_no_order_even_where_ranks_move_in_step():
 def test_what_would_wait_for_the_end_of_its_own_loop_is_refused(wrap, message):
     with pytest.raises(TraceError, match=message):
         in_loop(wrap)
+
+
+def test_weights_of_a_group_in_a_loop_leave_after_all_of_the_loop():
+    def program(flow, rollout, actor):
+        head = flow.loop(flow.source("p"))
+        again, done = flow.split(goes_round, actor.train(head))
+        head.feed(rollout.generate(again))
+        flow.publish(actor, to=rollout)
+        return done
+
+    order = traced(program).order
+    assert order.index("publish:actor->rollout") > order.index("rollout.generate")
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        pytest.param(
+            lambda flow, s, a, b: flow.merge(a.generate(s), b.train(s)),
+            r"merge takes rollout\.generate and actor\.train, which may hold the same item: .*join the same item",
+            id="two ways of the same items, merged",
+        ),
+        pytest.param(
+            lambda flow, s, a, b: flow.merge(flow.first(1, flow.split(is_odd, s)[0]), flow.split(is_odd, s)[1]),
+            "which may hold the same item",
+            id="a half that is numbered anew, merged",
+        ),
+        pytest.param(
+            lambda flow, s, a, b: a.generate(b.train(flow.epochs(s, 3))),
+            r"rollout\.generate takes items more than once: it comes behind actor\.train, .* 3 times",
+            id="a stage behind epochs",
+        ),
+        pytest.param(
+            lambda flow, s, a, b: b.train(flow.map(as_it_is, rounds(flow, s, a)[1])),
+            r"actor\.train takes items more than once: it takes rollout\.generate out of a loop in every round",
+            id="out of a loop without its split",
+        ),
+        pytest.param(
+            lambda flow, s, a, b: flow.first(1, b.train(flow.first(2, s))),
+            "first#2 takes what first gives, which never feeds on for it",
+            id="a quota behind another",
+        ),
+        pytest.param(
+            lambda flow, s, a, b: fed(flow, flow.loop(s), a, lambda turn: b.train(s)),
+            r"begins a loop that actor\.train is fed to, and does not come of",
+            id="fed from elsewhere",
+        ),
+        pytest.param(
+            lambda flow, s, a, b: fed(flow, flow.loop(s), a, lambda turn: turn),
+            r"rollout\.generate begins a loop that nothing leaves",
+            id="a loop without an end",
+        ),
+        pytest.param(
+            lambda flow, s, a, b: flow.ordered(flow.loop(s)),
+            "no stage takes the loop of source",
+            id="a loop that nothing enters",
+        ),
+        pytest.param(
+            lambda flow, s, a, b: split_at_once(flow, s, a, b),
+            "splits a loop where it begins",
+            id="split in front of the first stage",
+        ),
+        pytest.param(
+            lambda flow, s, a, b: head_in_head(flow, s, a),
+            r"rollout\.generate begins several loops \(map:as_it_is, rollout\.generate\)",
+            id="two loops before one stage",
+        ),
+    ],
+)
+def test_what_would_lose_or_repeat_items_is_refused(shape, message):
+    def program(flow, rollout, actor):
+        return shape(flow, flow.source("source"), rollout, actor)
+
+    with pytest.raises(TraceError, match=message):
+        traced(program)
+
+
+def test_halves_of_halves_are_merged_in_any_order():
+    def program(flow, rollout, actor):
+        odd, rest = flow.split(is_odd, flow.source("p"))
+        more, none = flow.split(goes_round, rest)
+        return actor.train(flow.merge(flow.merge(rollout.generate(none), odd), more))
+
+    assert traced(program).volume("merge#2") == 12  # as each half may hold all
+
+
+def rounds(flow, stream, stage):
+    """What is done in a loop of one stage, and what comes by in each round."""
+    head = flow.loop(stream)
+    turn = stage.generate(head)
+    again, done = flow.split(goes_round, turn)
+    head.feed(again)
+    return done, turn
+
+
+def fed(flow, head, stage, back):
+    turn = stage.generate(head)
+    head.feed(back(turn))
+    return turn
+
+
+def split_at_once(flow, stream, one, other):
+    head = flow.loop(stream)
+    odd, even = flow.split(is_odd, head)
+    turn = flow.merge(one.generate(odd), other.train(even))
+    again, done = flow.split(goes_round, turn)
+    head.feed(again)
+    return done
+
+
+def head_in_head(flow, stream, stage):
+    outer = flow.loop(stream)
+    inner = flow.loop(flow.map(as_it_is, outer))
+    again, out = flow.split(is_odd, stage.generate(inner))
+    inner.feed(again)
+    around, done = flow.split(goes_round, out)
+    outer.feed(around)
+    return done
 
 
 def test_several_streams_into_a_stage_are_joined():

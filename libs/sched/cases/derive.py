@@ -12,6 +12,9 @@ Stage seconds on n devices for x items (a item is a prompt with its group of sam
   generate   the longest response decodes L steps, each reading the weights once per replica; every live sequence reads
              its cache and computes; lengths are lognormal with mean m, cut at L:
              T = int_0^L [ W / (t B) + b(l) ((p + l) k / (t B) + 2 A / (t F)) ] dl,   b(l) = x g t / n * P(length > l)
+             of more sequences than its cache holds an engine works on as many as fit, one in for one out, until the
+             rest fit together: m / s (W / (t B) + s ((p + a) k / (t B) + 2 A / (t F))) for each, s (p + a) the cache,
+             a the mean position of those that are live then, int l P(length > l) dl / m
   forward    2 A tokens / (n F);   train  8 A tokens / (n F) (recomputed activations), plus a step's fixed seconds
 """
 
@@ -141,17 +144,29 @@ def lengths(work: Reasoning) -> tuple[np.ndarray, np.ndarray]:
     return position, longer
 
 
-def generation(work: Reasoning, items: float, devices: int) -> tuple[float, np.ndarray]:
-    """Seconds, and the time [P] at which each token position is reached."""
+def cached_tokens(model: Model) -> float:
+    """Tokens that the cache of one engine holds."""
+    held = ENGINE_MEMORY * MEMORY - model.parameters * 2 / model.generate_tensor
+    return max(held, 1e9) * model.generate_tensor / model.cache_bytes
+
+
+def generation(work: Reasoning, items: float, devices: int) -> tuple[float, np.ndarray, np.ndarray]:
+    """Seconds; and when (fractions of them) which fraction of the items is out: an item is with its last sample."""
     model, (position, longer) = work.model, lengths(work)
-    tensor = model.generate_tensor
-    live = items * work.group * tensor / devices * longer
+    tensor, each = model.generate_tensor, position[1] - position[0]
+    sequences, room = items * work.group * tensor / devices, cached_tokens(model)
+    together = min(sequences, room / float((longer * (work.prompt_tokens + position)).max()))
     step = model.parameters * 2 / (tensor * BANDWIDTH * BANDWIDTH_USE)
     cache = (work.prompt_tokens + position) * model.cache_bytes / (tensor * BANDWIDTH * BANDWIDTH_USE)
     compute = 2 * model.active / (tensor * FLOPS * MFU_DECODE)
-    reached = np.cumsum((step + live * (cache + compute)) * (position[1] - position[0]))
+    reached = np.cumsum((step + together * longer * (cache + compute)) * each)
+    mean = float(longer.sum() * each)
+    full = room / (work.prompt_tokens + float((longer * position).sum() * each) / mean)
+    busy = step + room * model.cache_bytes / (tensor * BANDWIDTH * BANDWIDTH_USE) + full * compute
+    before = (sequences - together) * mean / full * busy
     prefill = items * work.group * work.prompt_tokens * 2 * model.active / (devices * FLOPS * MFU_FORWARD)
-    return float(reached[-1] + prefill), reached / reached[-1]
+    out = 1 - together / sequences * (1 - (1 - longer) ** work.group)
+    return float(before + reached[-1] + prefill), (before + reached) / (before + reached[-1]), out
 
 
 def tokens(work: Reasoning) -> float:
@@ -227,11 +242,8 @@ def write_reasoning(work: Reasoning) -> None:
 
 def write_reasoning_profile(work: Reasoning, trained: list[str]) -> None:
     model, passes = work.model, 3 if work.algorithm == "ppo" else 1  # PPO: reference, values and old logprobs
-    _, reached = generation(work, work.prompts, work.devices)
-    _, longer = lengths(work)
-    done = (1 - longer) ** work.group  # an item is out when its last sample is
-    cache = max(ENGINE_MEMORY * MEMORY - model.parameters * 2 / model.generate_tensor, 1e9)
-    flight = cache * model.generate_tensor / model.cache_bytes
+    _, reached, out = generation(work, work.prompts, work.devices)
+    flight = cached_tokens(model)
     lines = [
         "# seconds, bytes and curve by the formulas of ../derive.py",
         f"model: {model.name}",
@@ -250,7 +262,7 @@ def write_reasoning_profile(work: Reasoning, trained: list[str]) -> None:
     knots = [int(k) for k in np.linspace(0, len(reached) - 1, 33)]
     lines += ["curves:", "  - stage: rollout.generate"]
     lines.append(f"    time_fraction: [{', '.join(f'{reached[k]:.4f}' for k in knots)}]")
-    lines.append(f"    item_fraction: [{', '.join(f'{done[k]:.4f}' for k in knots)}]")
+    lines.append(f"    item_fraction: [{', '.join(f'{out[k]:.4f}' for k in knots)}]")
     lines += ["models:"]
     lines += model_lines("rollout.generate", model, "generate", work, flight)
     lines += model_lines("inference.forward", model, "forward", work, 32768)

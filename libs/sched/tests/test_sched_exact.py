@@ -538,7 +538,7 @@ def test_a_plan_takes_no_longer_than_was_searched(seed: int) -> None:
     spec.update(corun={}, staleness=0, per_rank=dict.fromkeys(spec["per_rank"], 0))
     model = build(as_request(spec))
     least = lower_bound(model.problem)
-    for found in best_plans(model.problem, spec["mode"], 20):
+    for found in best_plans(model.problem, spec["mode"], 20).plans:
         simulated = run_plan(model, execution_plan(model, found))[0]
         turns, side_by_side = _turns_inside(found.tree)
         late = max((part.chunks for part in walk(found.tree) if isinstance(part, Pipe)), default=1)

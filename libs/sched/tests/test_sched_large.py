@@ -9,7 +9,7 @@ from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched import explain, plan
 from m2flow.sched._bound import lower_bound
 from m2flow.sched._build import build
-from m2flow.sched._coarse import is_large
+from m2flow.sched._coarse import contractions, is_large
 from m2flow.sched._plans import best_plans
 
 
@@ -48,7 +48,7 @@ def branched(stages: int, devices: int, memory: float = 0) -> sched_pb2.PlanRequ
 @pytest.mark.parametrize("seed", range(8))
 def test_no_exact_plan_is_under_the_bound(seed: int) -> None:
     problem = build(layered(seed, 4, 8, 80 if seed % 2 else 0)).problem
-    best = best_plans(problem, "", 1)[0].seconds
+    best = best_plans(problem, "", 1).plans[0].seconds
     assert 0.4 * best < lower_bound(problem) <= best * (1 + 1e-9)
 
 
@@ -78,3 +78,40 @@ def test_the_certificate_is_in_the_explanation() -> None:
     request = branched(6, 8)
     request.max_chunks = 4
     assert "% of the best for device counts" in explain(request).text
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 5), (1, 5), (3, 4), (0, 2)])
+def test_a_group_with_several_stages_of_a_large_graph_has_one_set_of_devices(first: int, second: int) -> None:
+    """Also inside a block: what was searched with so many devices runs on them, and takes as long, or a chunk more."""
+    request = layered(3, 6, 8, 80)
+    del request.workflow.streams[:]
+    for a, b in ((0, 1), (0, 2), (0, 3), (1, 4), (2, 4), (3, 4), (4, 5)):
+        request.workflow.streams.add(producer=f"s{a}", consumer=f"s{b}")
+    request.workflow.stages[second].group = f"g{first}"
+    del request.workflow.groups[second]
+    assert is_large(build(request).problem)
+    answer = plan(request)
+    assert not answer.exact
+    for ranked in answer.plans:
+        assert answer.lower_bound_s <= ranked.searched_s
+        assert 0.7 * ranked.searched_s < ranked.simulated_s <= 1.15 * ranked.searched_s, ranked.shape
+        assert ranked.peak_bytes <= 80
+
+
+def test_many_stages_that_nothing_joins_are_planned() -> None:
+    """Thirty of them have 2^30 down-sets, which nobody lists."""
+    request = layered(5, 30, 8, 0)
+    del request.workflow.streams[:]
+    best = plan(request).plans[0]
+    assert len(best.plan.stages) == 30
+    assert best.simulated_s == pytest.approx(best.searched_s, rel=0.2)
+
+
+def test_a_graph_full_of_barriers_is_cut_into_few_blocks() -> None:
+    """With every end of a barrier in a block of its own there would be twelve."""
+    request = branched(12, 16)
+    for stage in request.workflow.stages[3:]:
+        stage.after.append(f"s{int(stage.name[1:]) - 3}")
+    assert all(len(c.blocks) <= 6 for c in contractions(build(request).problem))
+    answer = plan(request)
+    assert answer.lower_bound_s <= answer.plans[0].searched_s < 1.25 * answer.lower_bound_s

@@ -196,3 +196,69 @@ def test_a_join_costs_nothing_and_passes_each_item_once() -> None:
         ("values", "train"),
         ("logprobs", "train"),
     }
+
+
+def test_links_carry_what_was_not_measured(make_request: Make) -> None:
+    """512 items of 1 GB between rollout and reward take 512 s over 1 GB/s in the node, twice that over half of it."""
+    request = make_request(8, mode="temporal")
+    request.profile.transfer_latency_s = 0
+    free = plan(request).lower_bound_s
+    stream = next(s for s in request.workflow.streams if s.consumer == "reward.score")
+    stream.item_bytes = 1e9
+    volume = 512
+    request.cluster.nodes[0].link_bytes_per_s = 1e9
+    assert plan(request).lower_bound_s == pytest.approx(free + volume)
+    request.cluster.nodes[0].devices[0].count = 4
+    request.cluster.nodes[0].count = 2
+    request.cluster.network_bytes_per_s = 0.5e9
+    assert plan(request).lower_bound_s == pytest.approx(free + 2 * volume)
+    request.profile.transfer_bytes_per_s = 1e12  # measured
+    assert plan(request).lower_bound_s == pytest.approx(free + volume / 1e3)
+
+
+def _three(least: int, most: int, devices: int) -> sched_pb2.PlanRequest:
+    """a1, b, a2 in a chain, of groups a, b and a; a takes `least` to `most` devices, an item of a1 and b 0.3 s."""
+    graph = flow_pb2.WorkflowGraph(name="again", source_items=64)
+    profile = sched_pb2.Profile()
+    for name, group, seconds in (("a1", "a", 0.3), ("b", "b", 0.3), ("a2", "a", 0.001)):
+        graph.stages.add(name=name, kind=flow_pb2.STAGE_KIND_WORK, group=group, expansion=1)
+        for items in (1, 8, 64):
+            profile.samples.add(stage=name, devices=13, items=items, seconds=seconds * items)
+    graph.streams.add(producer="a1", consumer="b")
+    graph.streams.add(producer="b", consumer="a2")
+    graph.groups.add(name="a", device_kind="cuda", min_devices=least, max_devices=most)
+    graph.groups.add(name="b", device_kind="cuda", min_devices=devices - most, max_devices=devices - most)
+    cluster = sched_pb2.ClusterSpec()
+    cluster.nodes.add(name="n").devices.add(kind="cuda", count=devices)
+    return sched_pb2.PlanRequest(workflow=graph, profile=profile, cluster=cluster, device_quantum=1)
+
+
+@pytest.mark.parametrize(("least", "most", "devices"), [(13, 13, 20), (17, 17, 20), (11, 61, 64)])
+def test_every_size_of_a_group_with_several_stages_is_tried(least: int, most: int, devices: int) -> None:
+    request = _three(least, most, devices)
+    request.mode = "spatial"
+    answer = plan(request)
+    best = answer.plans[0]
+    assert answer.exact
+    assert best.shape == "((a1 | b) x64 ; a2)"
+    assert len(best.plan.groups[0].device_ids) <= most
+    assert best.simulated_s == pytest.approx(best.searched_s)
+
+
+def test_what_was_not_searched_is_under_the_bound() -> None:
+    """Four stages of two groups with memory for one: more sizes, overlaps and residencies than there are searches."""
+    request = _three(1, 15, 16)
+    request.workflow.stages.add(name="b2", kind=flow_pb2.STAGE_KIND_WORK, group="b", expansion=1)
+    request.workflow.streams.add(producer="a2", consumer="b2")
+    for group in request.workflow.groups:
+        group.min_devices, group.max_devices, group.can_offload = 1, 0, True
+        request.profile.switches.add(group=group.name, onload_s=0.1, offload_s=0.1, resident_bytes=60)
+    for sample in list(request.profile.samples):
+        for devices in (1, 4):
+            request.profile.samples.add(
+                stage=sample.stage, devices=devices, items=sample.items, seconds=13 * sample.seconds / devices
+            )
+    request.cluster.nodes[0].devices[0].memory_bytes = 100
+    answer = plan(request)
+    assert not answer.exact
+    assert 0.5 * answer.plans[0].searched_s < answer.lower_bound_s < answer.plans[0].searched_s

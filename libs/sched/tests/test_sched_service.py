@@ -1,6 +1,7 @@
 """The planner over gRPC gives what the functions give."""
 
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 
 import pytest
 
@@ -18,11 +19,16 @@ TOKEN = ((TOKEN_KEY, "secret"),)
 
 
 @pytest.fixture
-def stub() -> Iterator[sched_pb2_grpc.SchedulerServiceStub]:
+def address() -> Iterator[str]:
     server, port = serve("127.0.0.1:0", token="secret")
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield sched_pb2_grpc.SchedulerServiceStub(channel)
+    yield f"127.0.0.1:{port}"
     server.stop(0).wait(10)
+
+
+@pytest.fixture
+def stub(address: str) -> Iterator[sched_pb2_grpc.SchedulerServiceStub]:
+    with grpc.insecure_channel(address) as channel:
+        yield sched_pb2_grpc.SchedulerServiceStub(channel)
 
 
 def test_all_four_calls_answer(stub: sched_pb2_grpc.SchedulerServiceStub, make_request: Make) -> None:
@@ -62,6 +68,16 @@ def test_a_call_without_the_runs_token_is_refused_and_logged(
     assert failed.value.code() == grpc.StatusCode.UNAUTHENTICATED
     assert TOKEN_KEY in failed.value.details()
     assert "refused a call of" in caplog.text
+
+
+def test_silent_strangers_keep_no_caller_out(
+    stub: sched_pb2_grpc.SchedulerServiceStub, address: str, make_request: Make
+) -> None:
+    with grpc.insecure_channel(address) as channel:
+        plan_nothing = channel.stream_unary("/m2flow.proto.sched.v1.SchedulerService/Plan")
+        silent = [plan_nothing.future(iter(SimpleQueue[bytes]().get, None)) for _ in range(8)]
+        assert {call.exception(20).code() for call in silent} == {grpc.StatusCode.UNAUTHENTICATED}
+        assert stub.Plan(make_request(2), timeout=30, metadata=TOKEN).plans
 
 
 def test_a_server_needs_a_token_and_an_address() -> None:

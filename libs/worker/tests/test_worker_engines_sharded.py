@@ -1,5 +1,6 @@
 """The torch trainer cut over two ranks: the same run as on one, and to the bit the same state when it is re-placed."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from m2flow.worker import AgentAddress, Cluster, Session, WorkerFailed, WorkerGroup, launch_run
 from m2flow.worker.engines.testing import reference_logprobs, save_tiny_model
 from m2flow.worker.engines.trainer.testing import TrainerProbe
+from m2flow.worker.testing.listening import addresses_that_others_reach, listening_sockets
 from m2flow.worker.testing.served import served
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(120)]
@@ -47,6 +49,9 @@ def test_two_ranks_train_as_one_does_and_hand_over_to_the_bit(session: Session, 
         assert shared[0]["grad_norm"] == shared[1]["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
         assert shared[0]["loss"] + shared[1]["loss"] == pytest.approx(alone["loss"], rel=1e-5)
     compare(one.state().result(60)[0], two.state().result(60)[0])
+    # gloo listens for its peers, and on one machine nobody else can reach it.
+    assert listening_sockets(two.pids[0])
+    assert not addresses_that_others_reach([os.getpid(), *two.pids])
     half = one.resident_bytes().result(60)[0] / 2
     assert two.resident_bytes().result(60) == pytest.approx([half, half], rel=0.01)
 

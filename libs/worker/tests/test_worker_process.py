@@ -18,6 +18,7 @@ import pytest
 from m2flow.worker import AgentAddress, Cluster, GroupSpec, LaunchError, Session, WorkerFailed, launch_run
 from m2flow.worker.testing import Probe, RetryProbe
 from m2flow.worker.testing.conformance import DEADLINE_S
+from m2flow.worker.testing.listening import listening_sockets
 from m2flow.worker.testing.torch_probe import TorchProbe
 
 pytestmark = pytest.mark.medium
@@ -124,13 +125,7 @@ def own_holdings() -> tuple[list[str], list[str]]:
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             held.append(os.readlink(descriptor))
-    listening = set()
-    for kind in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{kind}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":
-                listening.add(f"socket:[{fields[9]}]")
-    return sorted(listening.intersection(held)), sorted(name for name in held if name.startswith("/memfd:"))
+    return sorted(listening_sockets()), sorted(name for name in held if name.startswith("/memfd:"))
 
 
 def test_fifty_random_kills_leave_nothing(private: Path) -> None:
@@ -233,6 +228,14 @@ def test_the_token_is_asked_for_and_the_directory_is_private(private: Path) -> N
         address = session._links["node0"].agent.address  # type: ignore[attr-defined]
         with pytest.raises(LaunchError, match="another token"):
             launch_run(cluster, agents={"node0": AgentAddress(address, "guess")})
+        session.start(Probe.group(device_kind="virtual"), "0").echo(1).wait(10)
+        # A run of one machine listens in that directory alone.
+        assert [listening_sockets(pid) for pid in (os.getpid(), *session_members(agent_of(session)))] == [{}] * 4
+
+
+def test_an_agent_without_a_token_of_its_own_is_not_joined() -> None:
+    with pytest.raises(ValueError, match="got an empty token, want a secret"):
+        AgentAddress("127.0.0.1:1", "")
 
 
 def test_a_failure_reaches_every_waiting_call(private: Path) -> None:

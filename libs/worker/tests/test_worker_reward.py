@@ -1,4 +1,5 @@
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
 from m2flow.worker.errors import LaunchError, RewardFailed, SessionClosedError
@@ -36,15 +38,26 @@ class TestRewardService(RewarderConformance):
     def test_a_call_without_the_token_is_refused_and_logged(self, caplog: pytest.LogCaptureFixture) -> None:
         with RewardPool(OBEDIENT, policy=FailurePolicy("skip")) as pool:
             server = RewardServer(pool, "127.0.0.1:0", token="of the run")
-            for token in ("", "another"):
-                with (
-                    RewardClient(server.address, token=token, timeout_s=20) as client,
-                    pytest.raises(RewardFailed, match="UNAUTHENTICATED"),
-                ):
-                    client.score(asked("four"))
+            with (
+                RewardClient(server.address, token="another", timeout_s=20) as client,
+                pytest.raises(RewardFailed, match="UNAUTHENTICATED"),
+            ):
+                client.score(asked("four"))
+            with grpc.insecure_channel(server.address) as channel:
+                score = channel.stream_unary("/m2flow.proto.algos.v1.RewardService/Score")
+                # More than there are threads, and none of them says a word.
+                silent = [score.future(iter(queue.SimpleQueue().get, None)) for _ in range(12)]
+                assert {call.exception(20).code() for call in silent} == {grpc.StatusCode.UNAUTHENTICATED}
             server.close()
-        assert caplog.text.count("its token is not this service's") == 2
+        assert caplog.text.count("its token is not this service's") == 13
         assert "of the run" not in caplog.text
+
+    def test_an_empty_token_is_refused_at_both_ends(self) -> None:
+        with RewardPool(OBEDIENT, policy=FailurePolicy("skip")) as pool:
+            with pytest.raises(ValueError, match="got an empty token, want a secret"):
+                RewardServer(pool, "127.0.0.1:0", token="")
+            with pytest.raises(ValueError, match="got a token that is not printable ASCII"):
+                RewardClient("127.0.0.1:1", token="Schlüssel")
 
     def test_no_service_is_a_failure_that_names_it(self) -> None:
         with (

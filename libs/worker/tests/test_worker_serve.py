@@ -1,17 +1,20 @@
 """Workers started by hand, joined by their address: over loopback, and from another network namespace."""
 
 import os
+import queue
 import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
+from m2flow.proto.worker.v1.worker_pb2_grpc import WorkerServiceStub
 from m2flow.worker import AgentAddress, Cluster, LaunchError, WorkerFailed, launch_run
 from m2flow.worker.testing import Probe, RetryProbe
 from m2flow.worker.testing.conformance import DEADLINE_S
@@ -97,6 +100,20 @@ def test_a_wrong_token_another_class_and_nobody_there_are_refused() -> None:
                 session.start(spec, "label=robot")
     with pytest.raises(ValueError, match="got node 'robot', want some of 'node0', 'robot-pc'"):
         launch_run(ROBOT, agents={"robot": AgentAddress(address, "right")})
+
+
+def test_silent_strangers_keep_no_driver_out() -> None:
+    with served(PROBE, "127.0.0.1:0", "right") as (_, address), ExitStack() as strangers:
+        for _ in range(8):
+            channel = strangers.enter_context(grpc.insecure_channel(address))
+            silence: queue.SimpleQueue[None] = queue.SimpleQueue()
+            WorkerServiceStub(channel).Session(iter(silence.get, None))
+            strangers.callback(silence.put, None)
+            grpc.channel_ready_future(channel).result(10)
+        agents = {"robot-pc": AgentAddress(address, "right")}
+        with launch_run(ROBOT, launcher="inproc", agents=agents, on_log=lambda *_: None) as session:
+            group = session.start(Probe.group(device_kind="robot"), "label=robot")
+            assert group.echo(1).result(10) == [1]
 
 
 def test_when_the_far_side_is_killed_the_run_fails_within_five_seconds() -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from m2flow.comm import Endpoint, RemoteError
+from m2flow.comm import Endpoint, RemoteError, Request
 from m2flow.worker import Cluster, DeviceLock, LockServer, LockTimeout, launch_run
 from m2flow.worker.testing.holder import Holder
+from m2flow.worker.turns import RECALL, SERVICE
 
 TOKEN = "t"
 
@@ -175,6 +176,24 @@ def test_what_a_process_kept_is_free_when_it_has_left(ends: list[Endpoint]) -> N
     ends[1].close()
     with DeviceLock(ends[2]).turn("b", [0], (0, 1), timeout_s=20.0):
         pass
+
+
+def test_a_holder_that_fails_to_give_back_fails_who_waits_for_it(ends: list[Endpoint]) -> None:
+    server = LockServer(ends[0])
+
+    def recall(request: Request) -> None:
+        raise RuntimeError("broken")
+
+    ends[1].handle(RECALL, recall, prompt=True)
+    assert ends[1].request(ends[0].name, SERVICE, "acquire", (1, "a", [0, 1], [0, 0]), timeout_s=5)
+    second = DeviceLock(ends[2])
+    for _ in range(2):  # the second time it is asked again
+        turn = second.turn("b", [1], (0, 1), timeout_s=5)
+        with pytest.raises(RemoteError, match=r"b waits for devices \[1\], which a does not give back: .*broken"), turn:
+            pass
+    with second.turn("b", [2], (0, 1), timeout_s=5):
+        assert [hold.owner for hold in server.stats().holds] == ["a", "b"]
+    assert server.stats().waiters == ()
 
 
 @pytest.mark.medium

@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from m2flow.agentic.conversation import counted, opened, said, told
 from m2flow.agentic.dialogue import answer_of, call_of, preamble, question_line, result_line, spoken_lines
@@ -38,11 +36,14 @@ class AgentWorker(Worker):
     """Its config is an `AgentConfig` as a dict. It keeps nothing of a conversation: items carry all of it."""
 
     on_death: ClassVar[Literal["retry", "drop", "stop"]] = "retry"
+    preload: ClassVar[tuple[str, ...]] = ("m2flow.apps.tokenizer",)
 
     def setup(self) -> None:
         """Loads the tokenizer: a second."""
+        from m2flow.apps.tokenizer import load_tokenizer  # noqa: PLC0415
+
         self._config = config = AgentConfig(**self.config)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(Path(config.model), local_files_only=True)
+        self._tokenizer = load_tokenizer(config.model)
         self._task = ExpressionTask(config.seed)
         self._preamble_ids = self._ids(preamble(self._task.examples))
 

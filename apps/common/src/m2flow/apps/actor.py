@@ -4,35 +4,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoTokenizer
 
 from m2flow.apps.batch import groups_per_minibatch
-from m2flow.apps.imitation import Imitation, imitation_loss, worked_example
+from m2flow.apps.graded import Aggregation, Correction, own_versions
 from m2flow.apps.language import LanguageModelConfig
-from m2flow.apps.policy_loss import (
-    Aggregation,
-    Correction,
-    GradedSample,
-    PolicyLoss,
-    PolicyLossConfig,
-    graded_samples,
-    own_versions,
-)
 from m2flow.worker import GroupSpec, Item, Worker, stage
 from m2flow.worker.engines.memory import keep_freed_pages
 from m2flow.worker.engines.trainer import Metrics
-from m2flow.worker.engines.trainer.adamw import AdamWConfig
-from m2flow.worker.engines.trainer.torch_engine import TorchTrainerConfig, TorchTrainerEngine
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["ActorConfig", "ActorWorker", "actor_group"]
-
-_STATE = "trainer.safetensors"
-_STAGE = "imitation"
 
 
 @dataclass(frozen=True)
@@ -46,7 +32,7 @@ class ActorConfig:
     lr, betas, weight_decay, max_grad_norm: AdamW's.
     clip_low, clip_high, loss_aggregation: the policy loss's, see `PolicyLossConfig`.
     correction, max_weight: for samples of older weights, see `PolicyLossConfig`.
-    max_age: a sample with a token whose weights were more updates behind does not teach; "any": all do.
+    max_staleness: a sample with a token whose weights were more updates behind does not teach; "any": all do.
     temperature: the sampler's.
     imitate_until, imitate_max_steps: of a supervised stage, see `Imitation`.
     deterministic: a minibatch's gradients are accumulated when it is whole, in source order and in one thread: the same
@@ -67,7 +53,7 @@ class ActorConfig:
     loss_aggregation: Aggregation = "token_mean"
     correction: Correction = "none"
     max_weight: float = 2.0
-    max_age: int | Literal["any"] = "any"
+    max_staleness: int | Literal["any"] = "any"
     temperature: float = 1.0
     imitate_until: float = 0.0
     imitate_max_steps: int = 1
@@ -79,37 +65,24 @@ class ActorWorker(Worker):
     """Its config is an `ActorConfig` as a dict."""
 
     in_step: ClassVar[bool] = True
+    preload: ClassVar[tuple[str, ...]] = ("m2flow.apps.learning",)
 
     def setup(self) -> None:
         """Loads the model, and a checkpoint's state where there is one: seconds."""
+        from m2flow.apps.learning import Learner  # noqa: PLC0415
+
         keep_freed_pages()
         self._config = config = ActorConfig(**{**self.config, "betas": tuple(self.config.get("betas", (0.9, 0.95)))})
         if config.deterministic:
             self.context.compute_in_one_thread()
-        optimizer = AdamWConfig(config.lr, config.betas, 1e-8, config.weight_decay, config.max_grad_norm)
-        self._engine = TorchTrainerEngine(
-            TorchTrainerConfig(self._directory, optimizer, config.microbatch_tokens, config.temperature)
-        )
-        # Now: where it is a checkpoint's, the next one takes its place.
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(Path(self._directory), local_files_only=True)
-        self._imitation = Imitation(config.imitate_until, config.imitate_max_steps)
-        if config.resume:
-            # The parameters are the directory's model: the state beside it holds the rest.
-            state = load_file(Path(config.resume) / _STATE)
-            if _STAGE in state:
-                self._imitation.state.copy_(state.pop(_STAGE))
-            self._engine.load_state_dict(_parameters(self._engine.state_dict()) | state)
-        loss = PolicyLossConfig(
-            config.clip_low, config.clip_high, config.loss_aggregation, config.correction, config.max_weight
-        )
-        self._loss = PolicyLoss(loss, on_policy=config.steps_per_iteration == 1)
+        self._learner = Learner(config)
         self._minibatch = _Minibatch()
 
     @stage
     def logprobs(self, items: list[Item]) -> Iterator[Item]:
         """Each group's members with `old_logprobs`, the present policy's: for steps that differ from the sampler."""
         for group in items:
-            values = self._engine.logprobs([graded.sample for graded in graded_samples(group)])
+            values = self._learner.logprobs(group)
             members = [m.with_fields(old_logprobs=v) for m, v in zip(group.members, values, strict=True)]
             yield replace(group, members=tuple(members))
 
@@ -126,43 +99,33 @@ class ActorWorker(Worker):
             if not self._minibatch.continues(place, groups):
                 self._step()
             self._take(place, groups)
-            too_old = [len(group.members) - len(self._fresh(group)) for group in groups]
-            worked = [self._worked_tokens(group) for group in groups]
+            too_stale = [len(group.members) - len(self._learner.fresh(group)) for group in groups]
+            worked = [self._learner.num_worked_tokens(group) for group in groups]
             whole = len(self._minibatch.seen) == self._config.groups_per_minibatch
             metrics = [*[{}] * (len(groups) - 1), self._step() if whole else {}]
-            receipts += map(_receipt, groups, too_old, worked, metrics)
+            receipts += map(_receipt, groups, too_stale, worked, metrics)
         return receipts
 
-    def named_weights(self) -> Mapping[str, Tensor]:
+    def named_weights(self) -> "Mapping[str, Tensor]":
         """The parameters. A minibatch that a lost group left incomplete is stepped first."""
         self._step()
-        return self._engine.named_weights()
+        return self._learner.engine.named_weights()
 
     def shards(self) -> dict[str, Any]:
         """Parameters, optimiser and step count; of a supervised stage, how far it is."""
-        return self._engine.shards() | ({_STAGE: self._imitation.state} if self._imitation.until else {})
+        return self._learner.shards()
 
     def load_shards(self, shards: Mapping[str, Any]) -> None:
         """Becomes what another was."""
-        if _STAGE in shards:
-            self._imitation.state.copy_(shards[_STAGE])
-        self._engine.load_shards({name: value for name, value in shards.items() if name != _STAGE})
+        self._learner.load_shards(shards)
 
     def save_checkpoint(self, directory: str) -> None:
         """Writes what `from_pretrained` loads, and the state that `resume` reads, into an existing directory."""
-        path = Path(directory)
-        self._engine.save_pretrained(path)
-        self._tokenizer.save_pretrained(path)
-        state = self._engine.state_dict() | ({_STAGE: self._imitation.state} if self._imitation.until else {})
-        save_file({name: state[name] for name in state.keys() - _parameters(state).keys()}, path / _STATE)
+        self._learner.save(Path(directory))
 
     def resident_bytes(self) -> int:
         """The bytes of parameters and optimiser."""
-        return self._engine.resident_bytes()
-
-    @property
-    def _directory(self) -> str:
-        return self._config.resume or self._config.model
+        return self._learner.engine.resident_bytes()
 
     def _place(self, group: Item) -> tuple[int, int]:
         return group.iteration, group.seq[0] // self._config.groups_per_minibatch
@@ -178,34 +141,10 @@ class ActorWorker(Worker):
 
     def _accumulate(self, minibatch: "_Minibatch", groups: Sequence[Item]) -> None:
         minibatch.rewards += [float(reward) for group in groups for reward in group.fields["rewards"]]
-        weight, sums = self._imitate(groups) if self._imitation.is_on else self._learn(groups)
+        weight, sums = self._learner.accumulate(groups)
         minibatch.weight += weight
         for name, value in sums.items():
             minibatch.sums[name] = minibatch.sums.get(name, 0.0) + value
-
-    def _learn(self, groups: Sequence[Item]) -> tuple[float, Metrics]:
-        weight = sum(self._loss.weight(sample.sample) for group in groups for sample in self._fresh(group))
-        teaching = [sample for group in groups if _teaches(group) for sample in self._fresh(group)]
-        if not teaching:
-            return weight, {}
-        return weight, self._engine.accumulate([sample.sample for sample in teaching], self._loss.bind(teaching))
-
-    def _fresh(self, group: Item) -> list[GradedSample]:
-        """The members that are not too old to be learned from."""
-        oldest = self._config.max_age
-        return [sample for sample in graded_samples(group) if oldest == "any" or sample.age <= oldest]
-
-    def _imitate(self, groups: Sequence[Item]) -> tuple[float, Metrics]:
-        if not groups:
-            return 0.0, {}
-        sums = self._engine.accumulate([worked_example(group) for group in groups], imitation_loss)
-        return sums["tokens"], sums
-
-    def _worked_tokens(self, group: Item) -> int:
-        """The tokens that have a gradient, of the samples or of the worked example in their place."""
-        if self._imitation.is_on:
-            return len(group.members[0].fields["example_ids"])
-        return sum(len(one.sample.completion_ids) for one in self._fresh(group)) if _teaches(group) else 0
 
     def _step(self) -> Metrics:
         """Takes the optimiser step of the minibatch at hand, if any; returns its metrics."""
@@ -213,17 +152,7 @@ class ActorWorker(Worker):
         self._accumulate(minibatch, sorted(minibatch.held, key=lambda group: group.seq))
         if not minibatch.weight:
             return {}
-        done = self._engine.step(minibatch.weight)
-        sums = dict(minibatch.sums)
-        num_tokens = sums.pop("tokens", 0.0)
-        found = {"actor/grad_norm": done["grad_norm"], "actor/lr": done["lr"]}
-        if self._imitation.is_on:
-            found |= self._imitation.stepped(float(np.mean(minibatch.rewards)))
-        if "actor/pg_loss" in sums:
-            found["actor/pg_loss"] = sums.pop("actor/pg_loss") / minibatch.weight
-        if num_tokens:
-            found |= {name: value / num_tokens for name, value in sums.items()}
-        return found
+        return self._learner.step(minibatch.weight, minibatch.sums, float(np.mean(minibatch.rewards)))
 
 
 def actor_group(
@@ -250,7 +179,7 @@ def actor_group(
         "loss_aggregation": config.loss.aggregation,
         "correction": config.loss.correction,
         "max_weight": config.loss.max_weight,
-        "max_age": config.loss.max_age,
+        "max_staleness": config.loss.max_staleness,
         "temperature": config.sampling.temperature,
         "imitate_until": imitate_until,
         "imitate_max_steps": imitate_max_steps,
@@ -276,16 +205,7 @@ class _Minibatch:
         return not self.seen or (place == self.place and self.seen.isdisjoint(group.seq for group in groups))
 
 
-def _parameters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in state.items() if name.startswith("param.")}
-
-
-def _teaches(group: Item) -> bool:
-    """Equal rewards give advantages of 0: no gradient, so no pass."""
-    return bool(np.any(group.fields["advantages"]))
-
-
-def _receipt(group: Item, too_old: int, worked_tokens: int, metrics: Metrics) -> Item:
+def _receipt(group: Item, too_stale: int, worked_tokens: int, metrics: Metrics) -> Item:
     """A group for the driver: what people and metrics need of it, without its tokens."""
     members = group.members
     first = members[0].fields
@@ -298,7 +218,7 @@ def _receipt(group: Item, too_old: int, worked_tokens: int, metrics: Metrics) ->
             "completions": [member.fields["completion"] for member in members],
             "rewards": [float(reward) for reward in group.fields["rewards"]],
             "versions": [_tokens_by_version(member) for member in members],
-            "too_old": too_old,
+            "too_stale": too_stale,
             "prompt_length": len(first["prompt_ids"]),
             "lengths": [_num_own(member) for member in members],
             "fed": [len(member.fields["completion_ids"]) - _num_own(member) for member in members],

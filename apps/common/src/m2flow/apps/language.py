@@ -40,7 +40,7 @@ class LossConfig:
     aggregation: Literal["token_mean", "sequence_mean"] = setting("token_mean", "what the loss is averaged over")
     correction: Literal["none", "tis", "mis", "icepop"] = setting("none", "how samples of older weights are weighed")
     max_weight: float = setting(2.0, "importance weights beyond this are cut (tis) or dropped (mis, icepop)", above=0)
-    max_age: int | Literal["any"] = setting("any", "samples with a token more updates old than this are dropped", low=0)
+    max_staleness: int | Literal["any"] = setting("any", "samples with a token staler than this are dropped", low=0)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class LanguageModelConfig(TrainingConfig):
         return self.model.source
 
     def batch_problems(self) -> list[str]:
-        """What does not divide, a correction that has nothing to compare with, an age that no sample reaches."""
+        """What does not divide, a correction that has nothing to compare with, a staleness that no sample has."""
         steps = self.prompts_per_step * self.samples_per_prompt / self.minibatch_size * self.num_epochs
         problems = batch_problems(self)
         if self.loss.correction != "none" and steps > 1 and not problems:
@@ -95,10 +95,10 @@ class LanguageModelConfig(TrainingConfig):
                 f"loss.correction: got {self.loss.correction!r} and {steps:g} optimiser steps an iteration, want one, "
                 "whose forward pass is the policy before it: set minibatch_size to all samples and num_epochs to 1"
             )
-        oldest = self.loss.max_age
-        if oldest != "any" and oldest >= self.staleness and not Path(self.plan).is_file():  # a file says its own
+        most = self.loss.max_staleness
+        if most != "any" and most >= self.staleness and not Path(self.plan).is_file():  # a file says its own
             problems.append(
-                f"loss.max_age: got {oldest} and staleness {self.staleness}, which no sample is older than: "
+                f"loss.max_staleness: got {most} and staleness {self.staleness}, which no sample exceeds: "
                 "lower it below staleness, or leave it out"
             )
         return problems

@@ -26,7 +26,7 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
     of that part of a reward over the samples that have it.
     `staleness` is how many updates the weights that drew a token were behind those that its step began to train, over
     tokens; `staleness/swapped` counts samples in the middle of which weights changed, `staleness/dropped` those that
-    were too old to be learned from.
+    were too stale to be learned from.
     """
     by_seq = {receipt.seq: receipt for receipt in receipts}  # epochs give a receipt each
     groups = [by_seq[seq].fields for seq in sorted(by_seq)]
@@ -36,10 +36,10 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
     prompt_lengths = [group["prompt_length"] for group in groups]
     given = sum(group["prompt_length"] * len(group["lengths"]) + sum(group["fed"]) for group in groups)
     versions = [spans for group in groups for spans in group["versions"]]
-    ages = Counter[int]()
+    staleness = Counter[int]()
     for receipt in by_seq.values():
         for version, num_tokens in itertools.chain(*receipt.fields["versions"]):
-            ages[receipt.iteration - version] += num_tokens
+            staleness[receipt.iteration - version] += num_tokens
     counts: Counter[str] = Counter()
     for group in groups:
         for counted in group["counts"]:
@@ -58,10 +58,10 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
         "prompt_length/mean": _mean(prompt_lengths),
         "groups/count": float(len(groups)),
         "groups/all_equal": float(sum(len(set(group["rewards"])) == 1 for group in groups)),
-        "staleness/mean": sum(age * num_tokens for age, num_tokens in ages.items()) / ages.total(),
-        "staleness/max": float(max(ages)),
+        "staleness/mean": sum(updates * num_tokens for updates, num_tokens in staleness.items()) / staleness.total(),
+        "staleness/max": float(max(staleness)),
         "staleness/swapped": float(sum(len(spans) > 1 for spans in versions)),
-        "staleness/dropped": float(sum(group["too_old"] for group in groups)),
+        "staleness/dropped": float(sum(group["too_stale"] for group in groups)),
         "tokens": float(given + sum(lengths)),
         **{name: float(count) for name, count in counts.items()},
         **{f"reward_part/{name}": _mean(values) for name, values in parts.items()},
@@ -83,10 +83,12 @@ def measure(receipts: Sequence[Item]) -> StepOutcome:
     ]
     means = {name: _mean(values) for name, values in steps.items()}
     silent = metrics["groups/all_equal"] == metrics["groups/count"] and "supervised/nll" not in means
-    warning = _NO_SIGNAL if silent else ""
+    warnings = [_NO_SIGNAL] if silent else []
     if failed := sum(counts[name] for name in _FAILURES):
-        warning = f"the reward function failed on {failed} of {len(rewards)} samples: logs/reward.*.log says why"
-    return StepOutcome(metrics | means, rows, volume=metrics["tokens"], warning=warning)
+        warnings = [f"the reward function failed on {failed} of {len(rewards)} samples: logs/reward.*.log says why"]
+    if dropped := sum(group["too_stale"] for group in groups):
+        warnings.append(f"{dropped} of {len(rewards)} samples were staler than loss.max_staleness and taught nothing")
+    return StepOutcome(metrics | means, rows, volume=metrics["tokens"], warning="; ".join(warnings))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -4,18 +4,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-from torch import Tensor
-from transformers import AutoTokenizer
 
 from m2flow.apps.language import LanguageModelConfig
 from m2flow.apps.seeding import derived_seed
 from m2flow.worker import GroupSpec, Inbox, Item, Worker, stage
 from m2flow.worker.engines.memory import keep_freed_pages
 from m2flow.worker.engines.rollout import Prompt, SamplingParams
-from m2flow.worker.engines.rollout.torch_engine import TorchRolloutConfig, TorchRolloutEngine
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["RolloutConfig", "RolloutWorker", "rollout_group"]
 
@@ -62,15 +62,25 @@ class RolloutWorker(Worker):
     """Its config is a `RolloutConfig` as a dict. A sample depends on seed, place and weights, not on the plan."""
 
     on_death: ClassVar[Literal["retry", "drop", "stop"]] = "retry"
+    preload: ClassVar[tuple[str, ...]] = (
+        "m2flow.apps.tokenizer",
+        "m2flow.worker.engines.rollout.torch_engine",
+    )
 
     def setup(self) -> None:
         """Loads model and tokenizer: seconds."""
+        from m2flow.apps.tokenizer import load_tokenizer  # noqa: PLC0415
+        from m2flow.worker.engines.rollout.torch_engine import (  # noqa: PLC0415
+            TorchRolloutConfig,
+            TorchRolloutEngine,
+        )
+
         keep_freed_pages()
         config = RolloutConfig(**{**self.config, "stop": tuple(self.config.get("stop", ("\n",)))})
         self._config = config
         if config.deterministic:
             self.context.compute_in_one_thread()
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(Path(config.model), local_files_only=True)
+        self._tokenizer = load_tokenizer(config.model)
         self._engine = TorchRolloutEngine(TorchRolloutConfig(config.model, dtype=config.dtype))
         self._stop_token_ids = self._stop_tokens()
 
@@ -133,7 +143,7 @@ class RolloutWorker(Worker):
         }
         return [answers[index] for index in range(len(mine))]
 
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+    def load_weights(self, weights: "Mapping[str, Tensor]", version: int) -> None:
         """Takes published weights; what is generated from now on has them."""
         self._engine.load_weights(weights, version)
 

@@ -77,11 +77,8 @@ class Driver:
         with MetricsLog(self.run) as self._log, self._kept_files(), WorkerLogs(self.run.logs) as logs:
             self.progress.doing("starting the workers")
             path = self.run.path
-            modules = sorted({spec.target.partition(":")[0] for spec in self.job.groups.values()})
             with (
-                launch_run(
-                    self.cluster, launcher=self.config.launcher, run_dir=path, preload=modules, on_log=logs.write
-                ) as session,
+                launch_run(self.cluster, launcher=self.config.launcher, run_dir=path, on_log=logs.write) as session,
                 _first_cause(session),
                 Runtime(self.graph, self.planning.plan, session, run_dir=path) as runtime,
             ):
@@ -152,8 +149,8 @@ class Driver:
         reward = outcome.metrics["critic/score/mean"]
         predicted = "" if predicted_s is None else f"predicted {predicted_s:.2f} s"
         self.progress.step(StepView(step, reward, rate, self.job.unit, seconds, stages, predicted))
-        if outcome.warning:
-            self.progress.say(f"step {step}: warning: {outcome.warning}")
+        for warning in filter(None, [outcome.warning, _skipped(result.tombstones, self.graph)]):
+            self.progress.say(f"step {step}: warning: {warning}")
 
     def _evaluate(self, runtime: Runtime, step: int) -> None:
         self.progress.doing("evaluating")
@@ -220,3 +217,10 @@ def _first_cause(session: Session) -> Iterator[None]:
         if session.failure is None or session.failure is error:
             raise
         raise session.failure from error
+
+
+def _skipped(tombstones: Mapping[str, int], graph: Graph) -> str:
+    """Words for the items that were lost otherwise than the program asks for, by its filters and quotas; or none."""
+    lost = {reason: n for reason, n in tombstones.items() if reason not in graph.stages and reason != "surplus"}
+    reasons = ", ".join(f"{reason} {count}" for reason, count in lost.items())
+    return f"{sum(lost.values())} items were skipped ({reasons}): logs/ says why" if lost else ""

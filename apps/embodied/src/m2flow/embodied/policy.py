@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from m2flow.worker.engines.env import Floats
+
 __all__ = ["GaussianPolicy", "PolicyShape", "load_policy", "save_policy"]
 
 _SHAPE, _WEIGHTS = "config.json", "model.safetensors"
@@ -57,6 +59,18 @@ class GaussianPolicy(nn.Module):
         """An action [N, A] at `noise` [N, A] of the standard normal, and its log-probability [N]."""
         action = self.mean(observations) + self.log_std.exp() * noise
         return action, self._log_density(noise)
+
+    def act(self, observations: Floats, noise: Floats) -> tuple[Floats, Floats]:
+        """`action` of arrays, as arrays, without gradient."""
+        with torch.inference_mode():
+            action, logprob = self.action(torch.from_numpy(observations), torch.from_numpy(noise))
+        return action.numpy(), logprob.numpy()
+
+    def decide(self, observations: Floats) -> Floats:
+        """`mean` of an array, as an array, without gradient."""
+        with torch.inference_mode():
+            mean: Floats = self.mean(torch.tensor(observations)).numpy()
+        return mean
 
     def logprob(self, observations: Tensor, actions: Tensor) -> Tensor:
         """Log-probability [N] of actions [N, A]."""

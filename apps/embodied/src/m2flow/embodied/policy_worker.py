@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from m2flow.apps.seeding import derived_seed
-from m2flow.embodied.policy import load_policy
 from m2flow.worker import Item, Worker, stage
 from m2flow.worker.engines.env import Floats
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["PolicyWorker", "PolicyWorkerConfig"]
 
@@ -32,9 +32,12 @@ class PolicyWorker(Worker):
     """Its config is a `PolicyWorkerConfig` as a dict. An action depends on seed, place and weights, not on the plan."""
 
     on_death: ClassVar[Literal["retry", "drop", "stop"]] = "retry"
+    preload: ClassVar[tuple[str, ...]] = ("m2flow.embodied.policy",)
 
     def setup(self) -> None:
         """Loads the policy."""
+        from m2flow.embodied.policy import load_policy  # noqa: PLC0415
+
         self._config = PolicyWorkerConfig(**self.config)
         self._policy = load_policy(Path(self._config.model))
 
@@ -47,17 +50,15 @@ class PolicyWorker(Worker):
         return [self._acted(item) for item in items]
 
     def _acted(self, item: Item) -> Item:
-        observations = torch.from_numpy(item.fields["observations"])
-        with torch.inference_mode():
-            actions, logprobs = self._policy.action(observations, self._noise(item, len(observations)))
-        return replace(item, fields={"actions": actions.numpy(), "logprobs": logprobs.numpy()})
+        observations = item.fields["observations"]
+        actions, logprobs = self._policy.act(observations, self._noise(item, len(observations)))
+        return replace(item, fields={"actions": actions, "logprobs": logprobs})
 
     def decide(self, observations: list[Floats]) -> list[Floats]:
         """The most likely actions, for each array of observations [n, size]."""
-        with torch.inference_mode():
-            return [self._policy.mean(torch.tensor(part)).numpy() for part in observations]
+        return [self._policy.decide(part) for part in observations]
 
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+    def load_weights(self, weights: "Mapping[str, Tensor]", version: int) -> None:
         """Takes published weights; what it does from now on has them."""
         self._policy.load_state_dict(dict(weights))
 
@@ -65,9 +66,8 @@ class PolicyWorker(Worker):
         """The bytes of the networks."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self._policy.parameters())
 
-    def _noise(self, item: Item, num_envs: int) -> Tensor:
+    def _noise(self, item: Item, num_envs: int) -> Floats:
         key = derived_seed(self._config.seed, "action", item.iteration, *item.seq, item.fields["place"])
-        drawn = np.random.Generator(np.random.Philox(key=key)).standard_normal(
+        return np.random.Generator(np.random.Philox(key=key)).standard_normal(
             (num_envs, self._policy.shape.action_size), dtype=np.float32
         )
-        return torch.from_numpy(drawn)

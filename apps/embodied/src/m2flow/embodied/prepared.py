@@ -7,7 +7,6 @@ from m2flow.apps.atomic import new_directory
 from m2flow.apps.paths import expanded
 from m2flow.apps.seeding import derived_seed
 from m2flow.embodied.config import EmbodiedConfig
-from m2flow.embodied.policy import GaussianPolicy, PolicyShape, save_policy
 from m2flow.worker.engines.env.gymnasium import GymnasiumEnv, GymnasiumEnvConfig
 
 __all__ = ["prepared"]
@@ -19,16 +18,19 @@ def prepared(config: EmbodiedConfig, cache_dir: str = "~/.cache/m2flow") -> Path
     key = derived_seed(config.seed, config.env.id, _version(config.env.id), *shape)
     target = expanded(cache_dir) / f"policy-{key:016x}"
     if not target.is_dir():
-        policy = GaussianPolicy(_shape(config), seed=derived_seed(config.seed, "policy") >> 1)
         with new_directory(target) as directory:
-            save_policy(policy, directory)
+            _make(config, directory)
     return target
 
 
-def _shape(config: EmbodiedConfig) -> PolicyShape:
+def _make(config: EmbodiedConfig, directory: Path) -> None:
+    # Here, because every further run finds the policy made.
+    from m2flow.embodied.policy import GaussianPolicy, PolicyShape, save_policy  # noqa: PLC0415
+
     env = GymnasiumEnv(GymnasiumEnvConfig(config.env.id))
     env.close()
-    return PolicyShape(env.observation_size, env.action_size, config.policy.hidden, config.policy.log_std)
+    shape = PolicyShape(env.observation_size, env.action_size, config.policy.hidden, config.policy.log_std)
+    save_policy(GaussianPolicy(shape, seed=derived_seed(config.seed, "policy") >> 1), directory)
 
 
 def _version(env_id: str) -> str:

@@ -15,19 +15,23 @@ from m2flow.comm._executor import LaneExecutor
 from m2flow.comm._frames import Kind, ProtocolError
 from m2flow.comm._parking import Parking
 from m2flow.comm._segments import Slot
+from m2flow.comm._tree import Bytes
 from m2flow.comm.errors import CommError, RemoteError
 from m2flow.comm.payload import Tree, decode, encode
 from m2flow.proto.comm.v1 import comm_pb2
 
 
 class Request(NamedTuple):
-    """What a handler is given: who calls, what, with which tree, of how many bytes. Arrays in `args` are read-only."""
+    """What a handler is given: who calls, what, with which tree. Arrays in `args` are read-only.
+
+    `held_bytes` of it are in this process's own memory, not in shared memory that the caller pays for.
+    """
 
     peer: str
     service: str
     method: str
     args: Tree
-    size_bytes: int = 0
+    held_bytes: int = 0
 
 
 class Lend(NamedTuple):
@@ -71,12 +75,8 @@ class CallServer:
         """Handles a CALL frame, on the io thread."""
         message = comm_pb2.CallRequest.FromString(body)
         # A block is opened here, in the order of frames: its segment may be retired by the next one.
-        try:
-            args = connection.open(packed_of(message.args))
-        except ProtocolError:
-            raise
-        except CommError as error:
-            self._fail(connection, request_id, error)
+        args = self._open(connection, request_id, message)
+        if args is None:
             return
         job = partial(self._run, connection, request_id, message.service, message.method, args)
         prompt = message.service in self._prompt
@@ -98,13 +98,26 @@ class CallServer:
         message = comm_pb2.CallRequest.FromString(body)
         if message.service not in self._prompt:
             return False
-        self._run(connection, request_id, message.service, message.method, connection.open(packed_of(message.args)))
+        args = self._open(connection, request_id, message)
+        if args is not None:
+            self._run(connection, request_id, message.service, message.method, args)
         return True
+
+    def _open(self, connection: Connection, request_id: int, message: comm_pb2.CallRequest) -> bytes | Bytes | None:
+        """Returns a call's args; None where they cannot be opened here, which the caller is told."""
+        try:
+            return connection.open(packed_of(message.args))
+        except ProtocolError:
+            raise
+        except CommError as error:
+            self._fail(connection, request_id, error)
+            return None
 
     def _run(self, connection: Connection, request_id: int, service: str, method: str, args: Any) -> None:
         try:
             handler = self._handlers[service]
-            result = handler(Request(connection.peer, service, method, connection.decode(args), len(args)))
+            held_bytes = len(args) if isinstance(args, bytes) or not connection.link.passes_fds else 0
+            result = handler(Request(connection.peer, service, method, connection.decode(args), held_bytes))
         except Exception as error:
             self._fail(connection, request_id, error)
             return

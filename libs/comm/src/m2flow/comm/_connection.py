@@ -24,7 +24,7 @@ from m2flow.comm._replies import Awaited, Reply
 from m2flow.comm._segments import Pool, Segment, Slot
 from m2flow.comm._tree import Bytes
 from m2flow.comm.errors import CommError, PayloadError, system_refuses
-from m2flow.comm.payload import Encoded, Tree, decode
+from m2flow.comm.payload import MAX_PAYLOAD_BYTES, Encoded, Tree, decode
 from m2flow.proto.comm.v1 import comm_pb2
 
 # Up to here a copy through the socket is cheaper than a block and its way back.
@@ -63,8 +63,10 @@ class Connection:
         on_segment_gone: Callable[[int], None],
         *,
         allow_pickle: bool = False,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
     ) -> None:
         self.peer = peer
+        self.max_payload_bytes = max_payload_bytes
         self._allow_pickle = allow_pickle
         # What others remember it by: keeping the connection itself would keep the memory that it maps.
         self.session = next(_sessions)
@@ -243,6 +245,9 @@ class Connection:
     def _returned(self, block: comm_pb2.Block | BlockRef) -> OnReturned:
         with self._lock:
             callbacks = self._lent.get((block.segment, block.offset_bytes))
+            if not callbacks and self._lost is not None:
+                # The loss has taken it back already.
+                return _nothing
             if not callbacks:
                 raise ProtocolError(
                     f"got a release of block {block.segment:x}+{block.offset_bytes}, which was not lent"
@@ -294,7 +299,8 @@ class Connection:
     def open(self, payload: bytes | comm_pb2.Block) -> bytes | Bytes:
         """Returns a payload's bytes, in place: a block of shared memory is held while they live.
 
-        Raises ProtocolError for what did not come, CommError, having let go of it, for what cannot be mapped here.
+        Raises ProtocolError for what did not come; CommError, having let go of it, for what is too large here or cannot
+        be mapped.
         """
         if isinstance(payload, bytes):
             return payload
@@ -305,6 +311,8 @@ class Connection:
             return data
         block, mapped = self.segment_of(payload)
         try:
+            if block.size_bytes > self.max_payload_bytes:
+                raise PayloadError(f"got a payload of {block.size_bytes} bytes, want at most {self.max_payload_bytes}")
             found = mapped.bytes_of(block)
         except CommError:
             self.release([block])
@@ -315,6 +323,10 @@ class Connection:
         """Tells the peer that blocks it lent are not read any more."""
         message = comm_pb2.Release(blocks=[comm_pb2.Block(**block._asdict()) for block in blocks], abandoned=abandoned)
         self.send(Kind.RELEASE, 0, message.SerializeToString())
+
+
+def _nothing(abandoned: bool) -> None:
+    """What is left to do for a block that is back."""
 
 
 def is_data(block: comm_pb2.Block | BlockRef) -> bool:

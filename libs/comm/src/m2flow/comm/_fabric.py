@@ -62,6 +62,7 @@ class Fabric:
         tls: object,
         by_reference: bool,
         allow_pickle: bool,
+        max_payload_bytes: int,
         on_gone: OnGone,
     ) -> None:
         # First what may be refused.
@@ -83,7 +84,14 @@ class Fabric:
         # The gRPC side: names and addresses of peers on other hosts, and the module and streams once they are needed.
         self._addresses: dict[str, str] = {}
         self._tls = tls
-        self._allow_pickle = allow_pickle
+        self._new_connection = partial(
+            Connection,
+            pool=self.pool,
+            released=self.released,
+            on_segment_gone=self._retire,
+            allow_pickle=allow_pickle,
+            max_payload_bytes=max_payload_bytes,
+        )
         self._grpc: Any = None
         self._streams: Any = None
         self._on_frame: dict[Kind, OnFrame] = {}
@@ -235,7 +243,7 @@ class Fabric:
     # Dialling and accepting.
 
     def _new(self, peer: str, make_link: Callable[..., _AnyLink]) -> tuple[Connection, _AnyLink]:
-        connection = Connection(peer, self.pool, self.released, self._retire, allow_pickle=self._allow_pickle)
+        connection = self._new_connection(peer)
         connection.link = link = make_link(
             self.loop,
             on_frame=partial(self._frame, connection),
@@ -316,8 +324,10 @@ class Fabric:
             if kind is Kind.CALL:
                 return self._on_prompt_call(connection, request_id, body)
             return self._took(connection, kind, request_id, body, fd)
-        except DecodeError as error:
-            raise _no_message(kind, error) from error
+        except CommError:
+            raise
+        except Exception as error:
+            raise _end_of_link(kind, error) from error
 
     def _frame(self, connection: Connection, kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
         try:
@@ -334,8 +344,10 @@ class Fabric:
                 connection.link.fail("it closed its endpoint")
             else:
                 raise ProtocolError(f"got a {kind.name} frame in mid-conversation")
-        except DecodeError as error:
-            raise _no_message(kind, error) from error
+        except CommError:
+            raise
+        except Exception as error:
+            raise _end_of_link(kind, error) from error
 
     def _took(self, connection: Connection, kind: Kind, request_id: int, body: bytes, fd: int | None) -> bool:
         """Gives the connection a frame that any thread may give it; says whether this is one."""
@@ -431,8 +443,13 @@ class Fabric:
             connection.retire(segment_id)
 
 
-def _no_message(kind: Kind, error: DecodeError) -> ProtocolError:
-    return ProtocolError(f"got a {kind.name} frame that is no message: {error}")
+def _end_of_link(kind: Kind, error: Exception) -> CommError:
+    """Returns why a link ends for a frame that cannot be dealt with: nobody may wait for its answer in vain."""
+    if isinstance(error, DecodeError):
+        return ProtocolError(f"got a {kind.name} frame that is no message: {error}")
+    # Our own defect, which nobody may miss.
+    _log.error("m2flow.comm: a %s frame was not dealt with", kind.name, exc_info=error)
+    return CommError(f"this end failed to deal with a {kind.name} frame: {error!r}")
 
 
 def _no_call(connection: Connection, request_id: int, body: bytes) -> bool:

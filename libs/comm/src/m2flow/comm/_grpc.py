@@ -6,7 +6,6 @@ thread with an event loop; frames are handed to the endpoint's io thread, a few 
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import threading
 from collections import deque
@@ -25,6 +24,7 @@ from m2flow.comm._loop import Loop
 from m2flow.comm._replies import Awaited
 from m2flow.comm.errors import CommError
 from m2flow.comm.tls import Tls
+from m2flow.comm.token import TOKEN_KEY, same_token
 from m2flow.proto.comm.v1 import comm_pb2
 
 _log = logging.getLogger("m2flow.comm")
@@ -35,7 +35,6 @@ HIGH_WATER_BYTES = 8 << 20
 # Chunks read from the network before the io thread has dealt with the first of them.
 _READ_AHEAD = 8
 _GOODBYE_TIMEOUT_S = 1.0
-_TOKEN_KEY = "m2flow-token"
 _FIELD = b"\x0a"  # of `frames`, the one field of both messages
 _OPTIONS = (
     ("grpc.max_receive_message_length", CHUNK_BYTES + 64),
@@ -226,7 +225,7 @@ class Streams:
     async def _listen(self, address: str, accept: Callable[[], GrpcLink]) -> str:
         async def exchange(request: AsyncIterable[memoryview], context: Any) -> None:
             metadata = dict(context.invocation_metadata() or ())
-            if not hmac.compare_digest(str(metadata.get(_TOKEN_KEY, "")).encode(), self._token.encode()):
+            if not same_token(str(metadata.get(TOKEN_KEY, "")), self._token):
                 _log.warning("refused a gRPC call of %s: its token is not this run's", context.peer())
                 await self._refuse(request, context)
             await self._serve(accept(), request, context)
@@ -275,7 +274,7 @@ class Streams:
                 reason = f"nothing answered at {address} within {self._connect_timeout_s} s"
                 self._io_loop.call(partial(link.fail, reason))
                 return
-            call = channel.stream_stream(METHOD, _wrap, _unwrap)(metadata=((_TOKEN_KEY, self._token),))
+            call = channel.stream_stream(METHOD, _wrap, _unwrap)(metadata=((TOKEN_KEY, self._token),))
             await self._serve(link, call, call)
 
     def _open(self, address: str) -> "grpc.aio.Channel":

@@ -3,14 +3,14 @@
 An end that hears another version, a wrong token or anything but a hello answers with the reason, logs it and closes.
 """
 
-import hmac
 import logging
 import os
 from dataclasses import dataclass, field
 
 from m2flow.comm._connection import Connection
-from m2flow.comm._frames import MAX_BODY_BYTES, Kind, ProtocolError
+from m2flow.comm._frames import MAX_BODY_BYTES, MAX_HELLO_BYTES, Kind, ProtocolError
 from m2flow.comm.errors import CommError
+from m2flow.comm.token import check_token, same_token
 from m2flow.proto.comm.v1 import comm_pb2
 
 _log = logging.getLogger("m2flow.comm")
@@ -21,11 +21,14 @@ VERSION = "1"
 
 @dataclass(frozen=True)
 class Identity:
-    """What an endpoint says of itself."""
+    """What an endpoint says of itself. Raises ValueError for a token that will not do."""
 
     name: str
     token: str = field(repr=False)
     incarnation: int = field(default_factory=lambda: int.from_bytes(os.urandom(8), "little"))
+
+    def __post_init__(self) -> None:
+        check_token(self.token)
 
     def hello(self) -> bytes:
         """Returns the body of the frame that introduces this endpoint."""
@@ -38,7 +41,7 @@ class Identity:
         expected = connection.peer
         if message.version != VERSION:
             reason = f"it speaks version {message.version!r} and this end {VERSION!r}: run one version of m2flow"
-        elif not hmac.compare_digest(message.token.encode(), self.token.encode()):
+        elif not same_token(message.token, self.token):
             reason = "its token is not this run's"
         elif not message.peer or (expected and message.peer != expected):
             reason = f"it calls itself {message.peer!r}, want {expected!r}"
@@ -46,7 +49,8 @@ class Identity:
             connection.peer = message.peer
             connection.incarnation = message.incarnation
             connection.greeted = True
-            connection.link.body_limit = MAX_BODY_BYTES
+            # Of a payload and the names in its message.
+            connection.link.body_limit = min(MAX_BODY_BYTES, connection.max_payload_bytes + MAX_HELLO_BYTES)
             return
         self.refuse(connection, reason)
 

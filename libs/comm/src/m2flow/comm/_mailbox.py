@@ -19,7 +19,7 @@ _MESSAGE_BYTES = 2 << 10
 
 class _Mail(NamedTuple):
     tree: Tree
-    size_bytes: int
+    held_bytes: int
     taken: "Future[None]"
 
 
@@ -34,20 +34,20 @@ class Mailbox:
         self._arrived: dict[_Slot, deque[_Mail]] = {}
         self._awaited: dict[_Slot, deque[Future[Tree]]] = {}
 
-    def deliver(self, sender: str, tag: str, tree: Tree, size_bytes: int = 0) -> "Future[None]":
-        """Takes in a message whose payload has so many bytes; the future is done when a receiver has it.
+    def deliver(self, sender: str, tag: str, tree: Tree, held_bytes: int = 0) -> "Future[None]":
+        """Takes in a message that keeps so many bytes of this process; the future is done when a receiver has it.
 
         It fails with CommError where the mailbox is full, and with what `close` says.
         """
         taken: Future[None] = Future()
         slot = (sender, tag)
-        size_bytes += _MESSAGE_BYTES
+        held_bytes += _MESSAGE_BYTES
         with self._lock:
             receiver = self._next_receiver(slot)
-            refusal = self._refusal(slot, size_bytes) if receiver is None else None
+            refusal = self._refusal(slot, held_bytes) if receiver is None else None
             if receiver is None and refusal is None:
-                self._arrived.setdefault(slot, deque()).append(_Mail(tree, size_bytes, taken))
-                self._waiting_bytes += size_bytes
+                self._arrived.setdefault(slot, deque()).append(_Mail(tree, held_bytes, taken))
+                self._waiting_bytes += held_bytes
                 return taken
         if receiver is None:
             taken.set_exception(refusal)
@@ -65,8 +65,8 @@ class Mailbox:
             if waiting is None:
                 self._awaited.setdefault(slot, deque()).append(receiver)
                 return receiver
-            tree, size_bytes, taken = waiting.popleft()
-            self._waiting_bytes -= size_bytes
+            tree, held_bytes, taken = waiting.popleft()
+            self._waiting_bytes -= held_bytes
             if not waiting:
                 del self._arrived[slot]
         receiver.set_running_or_notify_cancel()
@@ -100,9 +100,9 @@ class Mailbox:
         with self._lock:
             return len(self._arrived) + len(self._awaited)
 
-    def _refusal(self, slot: _Slot, size_bytes: int) -> CommError | None:
+    def _refusal(self, slot: _Slot, held_bytes: int) -> CommError | None:
         limit = self._limit_bytes
-        if self._closed is not None or limit is None or self._waiting_bytes + size_bytes <= limit:
+        if self._closed is not None or limit is None or self._waiting_bytes + held_bytes <= limit:
             return self._closed
         sender, tag = slot
         return CommError(

@@ -168,11 +168,11 @@ class Pool:
     def trim(self) -> None:
         """Gives the memory of all that is not in use back to the system."""
         with self._room:
-            self._drop_unused()
+            self._drop_unused(0)
 
     def _make_room(self, size: int) -> bool:
         if self._used_bytes + size > self.quota_bytes:
-            self._drop_unused()
+            self._drop_unused(self.quota_bytes - size)
         return self._used_bytes + size <= self.quota_bytes
 
     def _cut(self, size: int) -> Slot:
@@ -189,8 +189,12 @@ class Pool:
         slab.cut_bytes += size
         return Slot(slab, slab.cut_bytes - size, size)
 
-    def _drop_unused(self) -> None:
-        for segment in {slot.segment for slots in self._free.values() for slot in slots}:
+    def _drop_unused(self, limit_bytes: int) -> None:
+        """Frees what is not in use, whole segments first, until no more than the limit is left."""
+        free = {slot.segment for slots in self._free.values() for slot in slots}
+        for segment in sorted(free, key=lambda segment: segment.slots_in_use):
+            if self._used_bytes <= limit_bytes:
+                return
             if not segment.slots_in_use:
                 self._drop(segment)
             elif not segment.pinned:

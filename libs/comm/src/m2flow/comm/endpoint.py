@@ -28,7 +28,7 @@ from m2flow.comm._replies import Answer, Reply
 from m2flow.comm.channel import Channel
 from m2flow.comm.collectives import Handle
 from m2flow.comm.errors import TimeoutError_
-from m2flow.comm.payload import Tree, encode
+from m2flow.comm.payload import MAX_PAYLOAD_BYTES, Tree, encode
 from m2flow.comm.resharding import Box
 from m2flow.comm.tls import Tls
 from m2flow.comm.transfer import DEFAULT_BUCKET_BYTES, WeightReceiver
@@ -49,15 +49,19 @@ class Endpoint:
     """One process's presence in one run. Thread-safe.
 
     `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
-    run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way, and
-    apart from it the messages that have come and nobody receives;
-    `connect_timeout_s` is how long a peer, a service or a channel may take to appear; `tls` secures what crosses hosts.
-    With `by_reference` a message to an endpoint in this same process is the object itself, and so is an item of a
-    channel whose host and consumers are all in it; without it the endpoint is as good as in another process. With
-    `allow_pickle` what a peer on this host sent as `Pickled` is unpickled here, which lets it run anything. Create it
-    after forking, never before.
+    run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way, and by
+    itself the memory of messages that have come and nobody receives; `connect_timeout_s` is how long a peer, a service
+    or a channel may take to appear; `tls` secures what crosses hosts. With `by_reference` a message to an endpoint in
+    this same process is the object itself, and so is an item of a channel whose host and consumers are all in it;
+    without it the endpoint is as good as in another process. With `allow_pickle` what a peer on this host sent as
+    `Pickled` is unpickled here, which lets it run anything. Create it after forking, never before.
 
-    Raises ValueError for a name or a directory that will not do, CommError where a living endpoint has the name.
+    `max_payload_bytes` is the most that one payload may have which a peer sends: a call's tree, an item, a version of
+    weights; and items that are put at once, as far as they lie in their message. Of what lies in shared memory the
+    call or the `get` fails; a message that is longer ends its connection before memory is made for it, as does one
+    above 4 GiB always.
+
+    Raises ValueError for a name, token or directory that will not do, CommError where a living endpoint has the name.
     """
 
     def __init__(
@@ -71,20 +75,23 @@ class Endpoint:
         tls: Tls | None = None,
         by_reference: bool = True,
         allow_pickle: bool = False,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
     ) -> None:
         self.name = name
+        self.directory = Path(directory)
         self._by_reference = by_reference
         self._executor = LaneExecutor(_MAX_HANDLER_THREADS, name)
         self._lost_callbacks: list[Callable[[str], None]] = []
         self._lost: dict[str, int] = {}
         self._fabric = Fabric(
-            Path(directory),
+            self.directory,
             Identity(name, token),
             quota_bytes=default_quota_bytes() if quota_bytes is None else quota_bytes,
             connect_timeout_s=connect_timeout_s,
             tls=tls,
             by_reference=by_reference,
             allow_pickle=allow_pickle,
+            max_payload_bytes=max_payload_bytes,
             on_gone=self._on_gone,
         )
         self._calls = CallServer(self._executor, Parking(self._fabric.loop, connect_timeout_s))
@@ -95,7 +102,7 @@ class Endpoint:
         self._calls.add(SERVICE, self._weights.handle)
         mailbox = self._fabric.mailbox
         self._calls.add(
-            _MAIL, lambda mail: mailbox.deliver(mail.peer, mail.method, mail.args, mail.size_bytes), prompt=True
+            _MAIL, lambda mail: mailbox.deliver(mail.peer, mail.method, mail.args, mail.held_bytes), prompt=True
         )
         self._fabric.start(
             {

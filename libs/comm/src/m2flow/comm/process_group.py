@@ -6,6 +6,7 @@ messages keep their order and nobody blocks the caller; which tag a message has 
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -17,8 +18,8 @@ import torch.distributed as dist
 from m2flow.comm import _torch
 from m2flow.comm._executor import LaneExecutor
 from m2flow.comm._mailbox import Mailbox
-from m2flow.comm.errors import CommError, PeerLostError
-from m2flow.comm.payload import Encoded, Tree, decode, encode
+from m2flow.comm.errors import CommError, PayloadError, PeerLostError
+from m2flow.comm.payload import MAX_PAYLOAD_BYTES, Encoded, Tree, decode, encode
 
 
 class ProcessGroupBackend:
@@ -31,7 +32,9 @@ class ProcessGroupBackend:
     NCCL runs what two ranks ask of one group in order, so that two who both sent first would wait for ever: there
     messages to lower ranks go over a group of their own, `back`, and neither is made with a `device_id`, as all ranks
     would share its one queue. With gloo a rank silent for the time-out of its group is a lost peer; with NCCL torch's
-    watchdog acts as its own settings say. Raises ValueError for groups that will not do.
+    watchdog acts as its own settings say. `max_payload_bytes` is the most that the tree of a message may have, and its
+    tensors; more fails who waits for that peer, before memory is made for it. Raises ValueError for groups that will
+    not do.
     """
 
     def __init__(
@@ -41,11 +44,13 @@ class ProcessGroupBackend:
         *,
         device: torch.device | str = "cpu",
         back: dist.ProcessGroup | None = None,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
     ) -> None:
         if len(members) != group.size():
             raise ValueError(f"got {len(members)} names, want {group.size()}, one a rank")
         self.name = members[group.rank()]
         self._device = torch.device(device)
+        self._max_payload_bytes = max_payload_bytes
         if self._device.type == "cuda":
             if back is None:
                 raise ValueError("got one group for a GPU, want a second one of the same ranks: give it as `back`")
@@ -140,8 +145,13 @@ class ProcessGroupBackend:
             return tensor
 
         sizes = receive(torch.empty(2, dtype=torch.int64, device=self._device)).tolist()
+        if min(sizes) < 0 or sum(sizes) > self._max_payload_bytes:
+            raise PayloadError(f"got a message of {sizes} bytes, want 0 to {self._max_payload_bytes} in all")
         data = receive(torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)).cpu().numpy()
         tag, tensors = decode(data[: sizes[0]])
+        beside = sum(_torch.item_size(code) * math.prod(shape) for code, shape in tensors)
+        if beside > self._max_payload_bytes:
+            raise PayloadError(f"got tensors of {beside} bytes, want at most {self._max_payload_bytes}")
         lifted = [_torch.empty(code, shape, self._device) for code, shape in tensors]
         for tensor in lifted:
             receive(_torch.flat(tensor))

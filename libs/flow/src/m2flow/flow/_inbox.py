@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from m2flow.comm import Channel, IterationEnded, Lease, PeerLostError, TimeoutError_
 from m2flow.flow._mail import ENTERED, parse_id
-from m2flow.flow.glue import Glue, Quota
+from m2flow.flow.errors import RunError
+from m2flow.flow.glue import LEFT, MARKS, Glue, Quota
 from m2flow.flow.microflow import MicroFlow, MicroStage, Op
 from m2flow.flow.order import SourceOrder
 from m2flow.worker import Item
@@ -83,8 +84,11 @@ class Inbox:
         self._leases: dict[str, list[Lease]] = {}
         # The processes that put items into a loop from outside.
         self._entering = sum(flow.num_ranks(port) for port in outside)
-        # Items that this stage was given from outside and that have not left the loop, those that wait included.
+        # Living items that this stage was given from outside and that have not left the loop, waiting ones included.
         self._live = 0
+        # The places of all that entered the loop, and what was told of those that left it, or died in it.
+        self._entered: set[tuple[int, ...]] = set()
+        self._told: set[tuple[tuple[int, ...], int]] = set()
         self._recounts = bool(inbox.feedback) and flow.group(stage.group).restarts
         # The leases of what is inside the loop, by place, and of what was counted and has no counterpart.
         self._inside: dict[tuple[int, ...], Lease] = {}
@@ -153,7 +157,7 @@ class Inbox:
         """Takes from the channel what brings no more than `most` items."""
         # The head of a loop takes all that is there: its items keep to its rank, and it sees who comes back.
         missing = _ALL if self._stage.inbox.feedback else most - self._num_ready()
-        if self._stage.eager:  # what has arrived is enough: nobody knows whether more will come
+        if self._stage.eager or self._glue.draws:  # what has arrived is enough: nobody knows whether more will come
             demand, at_least = missing, int(wait)
         else:
             demand = at_least = self._glue.demand(missing)
@@ -186,41 +190,77 @@ class Inbox:
         if item.seq in self._in_hand:
             self._waiting.append(lease)
             return
-        port = parse_id(lease.id).port
-        if item.tombstone and port not in self._stage.inbox.feedback:
-            if (port, item.seq) in self._dead:
+        address = parse_id(lease.id)
+        back = address.port in self._stage.inbox.feedback
+        if item.tombstone and not back:
+            if (address.port, item.seq) in self._dead:
                 self._done.append(lease)
                 return
-            self._dead.add((port, item.seq))
+            self._dead.add((address.port, item.seq))
         if self._recounts:
             self._in_hand.add(item.seq)
         self._leases.setdefault(item.id, []).append(lease)
-        made, may_follow = self._glue.push(item, port), self._glue.holds(port)
-        if port in self._stage.inbox.feedback:
-            living = [item for item in made if not item.tombstone]
-            self._live -= len(made) - len(living) if may_follow else not living
-            made = living
-        else:
-            self._live += len(made)
-            if self._recounts:
-                self._inside[item.seq] = lease
+        made, may_follow = self._glue.push(item, address.port), self._glue.holds(address.port)
+        if back:  # what goes no further here, such as the mark of a split that is merged, has left
+            made = self._come_back(made if made or may_follow else [item.as_tombstone(LEFT)], address.round)
+        elif self._recounts and not item.tombstone:
+            self._inside[item.seq] = lease
         if not made and not may_follow:
             self._let_go(item, lease)
-        if port in self._stage.inbox.feedback:
+        if back:
             self._ready.extend(made)
             self._admit()
         else:
-            self._sort(made)
+            self._enter(made)
+
+    def _come_back(self, items: list[Item], round_: int) -> list[Item]:
+        """Counts what has left the loop. Returns what goes on in it: the living, and news of a death on the way back.
+
+        Whoever died inside may be told of by several ways, whoever has left by several in one round.
+        """
+        going = []
+        for item in items:
+            known = item.seq in self._entered
+            if not known and not (self._recounts and item.tombstone):
+                raise RunError(
+                    f"{self._stage.name}: item {item.id} comes back in a loop that it has not entered: "
+                    "gather inside the loop what a stage makes of an item there"
+                )
+            if not item.tombstone:
+                going.append(item)
+                continue
+            left = item.tombstone in MARKS
+            news = item.seq, round_ if left else -1
+            if known and news not in self._told:
+                self._told.add(news)
+                self._live -= 1
+                if not left:  # it may have died behind the way out, where nobody has heard of it
+                    self._leases[item.id][:0] = self._entries(item)
+                    going.append(item)
+        return going
+
+    def _enter(self, items: Iterable[Item]) -> None:
+        """Gives what came from outside its turn, and counts what lives of it where a loop begins here."""
+        if self._stage.inbox.feedback:
+            items = list(items)
+            self._entered |= {item.seq for item in items}
+            self._told |= {(item.seq, -1) for item in items if item.tombstone}
+            self._live += sum(not item.tombstone for item in items)
+        self._sort(items)
+
+    def _entries(self, item: Item) -> list[Lease]:
+        """The leases by which an item entered the loop, which are over with it."""
+        return [self._inside.pop(seq) for seq in list(self._inside) if seq[: len(item.seq)] == item.seq]
 
     def _let_go(self, item: Item, lease: Lease) -> None:
         """Commits an item that goes no further here, together with its entry where it leaves a loop."""
         self._leases[item.id].remove(lease)
         self._in_hand.discard(item.seq)
-        entries = [seq for seq in self._inside if seq[: len(item.seq)] == item.seq]
+        entries = self._entries(item)
         if self._recounts and not entries:
             self._counted.append(lease)
         else:
-            self._done += [lease, *(self._inside.pop(seq) for seq in entries)]
+            self._done += [lease, *entries]
 
     def _look_round(self) -> None:
         """Takes what waited for another round, and ends the iteration of a loop in which nothing is left."""
@@ -229,8 +269,7 @@ class Inbox:
             self._take(lease)
         if self._stage.inbox.feedback and not (self._entering or self._live or self._ready or self._waiting):
             released = self._glue.finish()  # what waited in front of the loop for all that enters it
-            self._live += len(released)
-            self._sort(released)
+            self._enter(released)
             if not released:
                 self._finish()
 
@@ -240,8 +279,9 @@ class Inbox:
         self.ended = True
 
     def _sort(self, items: Iterable[Item]) -> None:
-        for item in items:
-            (self._outside if self._stage.inbox.feedback else self._ready).extend(self._order.push(item))
+        for released in (one for item in items for one in self._order.push(item)):
+            waits = self._stage.inbox.feedback and not released.tombstone
+            (self._outside if waits else self._ready).append(released)
         self._admit()
 
     def _admit(self) -> None:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from functools import partial
 
 from m2flow.comm import Channel, IterationEnded, TimeoutError_
+from m2flow.flow._debts import Debts
 from m2flow.flow._inbox import Chunk, Inbox
 from m2flow.flow._mail import gate_channel, inbox_channel
 from m2flow.flow._outlet import Outlet
@@ -76,7 +76,7 @@ class StageLoop:
                     self._inbox.ack(chunk)
             for epoch, chunk in itertools.product(range(1, self._stage.inbox.epochs), retained):
                 # An epoch's outputs are other items than the last one's: they count as another round.
-                self._work(Chunk(chunk.items, rounds={item.seq: epoch for item in chunk.items}))
+                self._work(Chunk(chunk.items, rounds={seq: round_ + epoch for seq, round_ in chunk.rounds.items()}))
             while self._meet(has_work=False):
                 self._step(Chunk([]))
             for chunk in retained:
@@ -168,8 +168,11 @@ class StageLoop:
         name, unit = self._stage.name, self._unit
         weights = unit.safe_points.during() if self._stage.lag > 0 else nullcontext()
         with unit.running(name, self._iteration) as span, weights:
-            made = self._pulled(chunk) if self._pulls else self._method(list(chunk.items))
-            given = unit.recorder.noting(span, self._checked(made))
+            debts = Debts(self._stage)
+            debts.take(chunk.items)
+            made = None if self._pulls else self._method(list(chunk.items))
+            checked = self._pulled(chunk, debts) if self._pulls else self._checked(made, debts)
+            given = unit.recorder.noting(span, checked)
             if isinstance(made, list):
                 sender.keep(outputs := list(given))
             else:
@@ -179,17 +182,18 @@ class StageLoop:
             span.inputs.extend(chunk.inputs)
             span.outputs.extend(f"{name}|{item.id}" for item in outputs)
 
-    def _pulled(self, chunk: Chunk) -> Iterator[Item]:
+    def _pulled(self, chunk: Chunk, debts: Debts) -> Iterator[Item]:
         """Lets the stage pull; yields what it gives and the tombstones that pass it by."""
-        inbox = Pull(chunk.items, partial(self._extend, chunk))
-        for item in self._checked(self._method(inbox)):
+
+        def more(most: int) -> list[Item]:
+            extra = self._extend(chunk, most)
+            debts.take(extra)
+            return extra
+
+        for item in self._checked(self._method(Pull(chunk.items, more)), debts):
             yield item
             dead, chunk.dead = chunk.dead, []
             yield from dead
-        if inbox.num_left:
-            raise RunError(
-                f"{self._stage.name}: the stage returned and left {inbox.num_left} items, want it to take all"
-            )
 
     def _extend(self, chunk: Chunk, most: int) -> list[Item]:
         """Adds to a chunk what has arrived since, up to `most` items; returns those."""
@@ -226,13 +230,15 @@ class StageLoop:
         self._inbox.sent(items)
         self._outlet.put(items, rounds, self._iteration, timeout_s=timeout_s)
 
-    def _checked(self, made: object) -> Iterator[Item]:
+    def _checked(self, made: object, debts: Debts) -> Iterator[Item]:
         if not isinstance(made, Iterable):
             raise RunError(f"{self._stage.name}: the stage gave a {type(made).__name__}, want items, listed or yielded")
         for item in made:
             if not isinstance(item, Item):
                 raise RunError(f"{self._stage.name}: the stage gave a {type(item).__name__}, want items")
+            debts.pay(item)
             yield item
+        debts.settle()
 
 
 def await_gate(flow: MicroFlow, stage: MicroStage, unit: Unit, iteration: int) -> None:

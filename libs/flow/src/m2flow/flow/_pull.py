@@ -17,8 +17,3 @@ class Pull:
         """Up to `most` of the items that are there now. Blocks for the channel's answer."""
         self._in_hand.extend(self._more(most - len(self._in_hand)))
         return [self._in_hand.popleft() for _ in range(min(most, len(self._in_hand)))]
-
-    @property
-    def num_left(self) -> int:
-        """Items that are in hand and were not taken."""
-        return len(self._in_hand)

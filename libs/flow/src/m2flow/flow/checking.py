@@ -100,6 +100,7 @@ def _sharing(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Iterator
 
 def _granularity(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Iterator[str]:
     ranks = {group.group: group.num_ranks for group in plan.groups}
+    eager = graph.in_cycles | graph.before_quotas
     for stage in plan.stages:
         volume = graph.volume(stage.stage)
         if not 1 <= stage.granularity <= volume:
@@ -111,10 +112,11 @@ def _granularity(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Iter
                 f"plan: stage {stage.stage} sees {alone[0].name}, which needs all items in one place; "
                 f"want one rank of {group}, got {ranks[group]}"
             )
-        if stage.stage in graph.in_cycles and graph.groups[group].in_step and ranks[group] > 1:
+        where = "is inside a loop" if stage.stage in graph.in_cycles else "has a quota behind it"
+        if stage.stage in eager and graph.groups[group].in_step and ranks[group] > 1:
             yield (
-                f"plan: stage {stage.stage} is inside a loop and the ranks of {group} move in step: each would wait "
-                f"for an item that another's step has to bring; want one rank of {group}, got {ranks[group]}"
+                f"plan: stage {stage.stage} {where} and the ranks of {group} move in step: each would wait for an item "
+                f"that another's step has to bring; want one rank of {group}, got {ranks[group]}"
             )
 
 
@@ -190,8 +192,10 @@ def _crowding(
     num_producers = sum(ranks.get(graph.stages[port].group, 1) for port in ports)
     routed = is_routed(graph, name, ranks[graph.stages[name].group])
     need = entering * (1 + plan.staleness) if routed else entering * plan.staleness + 1 if num_producers > 1 else 1
-    if capacity < need:
-        why = "items of one rank would keep out those of another" if routed else "a later iteration would keep out this"
+    why = "items of one rank would keep out those of another" if routed else "a later iteration would keep out this"
+    if need > 1 and (name in graph.before_quotas or any(glue.HasField("quota") for glue in graph.glue_before(name))):
+        yield f"plan: the edge into {name} holds {capacity} items, want 0, as a quota decides how many come: {why}"
+    elif capacity < need:
         yield f"plan: the edge into {name} holds {capacity} items, want at least {need}, or 0: {why}"
 
 

@@ -13,11 +13,15 @@ from typing import Any
 from m2flow.flow._importable import load
 from m2flow.flow.errors import RunError
 from m2flow.flow.microflow import Op
-from m2flow.flow.order import SourceOrder, seq_of_group
-from m2flow.worker import Item
+from m2flow.flow.order import Seq, SourceOrder, place_id, seq_of_group
+from m2flow.worker import Group, Item
 
 # The reason of a tombstone that stands for an item on the other side of a split.
 SPLIT = "split"
+# The reason of a tombstone that tells the head of a loop that an item has left it.
+LEFT = "left"
+# Reasons of tombstones for items that live on elsewhere: nothing is lost.
+MARKS = frozenset({SPLIT, LEFT})
 
 
 class Operation(ABC):
@@ -59,19 +63,18 @@ class Map(Operation):
 
 
 class Filter(Operation):
-    """A test on each item; what fails it becomes a tombstone, or goes without one where it is still in a loop."""
+    """A test on each item; what fails it becomes a tombstone, or goes without one where the operation has no reason."""
 
     def __init__(self, op: Op) -> None:
         self._predicate = load(op.function)
         self._keep = op.branch != "no"
-        self._reason = SPLIT if op.branch else op.name
-        self._silent = op.silent
+        self._reason = op.reason
 
     def push(self, item: Item, port: str) -> list[Item]:
         """Returns the item, or its tombstone."""
         if item.tombstone or bool(self._predicate(item)) == self._keep:
             return [item]
-        return [] if self._silent else [item.as_tombstone(self._reason)]
+        return [item.as_tombstone(self._reason)] if self._reason else []
 
 
 class Gather(Operation):
@@ -82,6 +85,7 @@ class Gather(Operation):
     def __init__(self, op: Op, lost: Counter[str]) -> None:
         self._by = op.by
         self._name = op.name
+        self._local = op.local
         self._lost = lost
         self._waiting: dict[str, list[Item]] = {}
         self._sizes: dict[str, int] = {}
@@ -97,6 +101,7 @@ class Gather(Operation):
                 f"{self._name}: item {item.id} has groups {known}, want {self._by!r}: "
                 f"make its kind with parent.child(..., by={self._by!r})"
             )
+        self._check(item, group)
         members = self._waiting.setdefault(group.key, [])
         members.append(item)
         self._sizes[group.key] = group.size
@@ -113,6 +118,24 @@ class Gather(Operation):
                 "a stage must give every child, or child.as_tombstone(reason) for one that it drops"
             )
         return []
+
+    def _check(self, item: Item, group: Group) -> None:
+        """Raises RunError where a group is not the last that the item was made for, or not to be seen as a whole."""
+        parent = place_id(item.iteration, item.seq[:-1])
+        if group.key == parent:
+            return
+        for by, inner in item.groups.items():
+            if inner.key == parent:
+                raise RunError(
+                    f"{self._name}: item {item.id} is one of {inner.size} of {parent} by {by!r}, "
+                    f"want these gathered first: gather by {by!r}, then by {self._by!r}"
+                )
+        if self._local:
+            raise RunError(
+                f"{self._name}: group {group.key} of item {item.id} may hold what became of several source items, "
+                "which go to several ranks here, or are counted by a quota behind: give the stage that gathers one "
+                "rank, or make the group's members of one item by item.child"
+            )
 
     def missing(self) -> list[int]:
         """What each waiting group lacks."""
@@ -170,11 +193,29 @@ class Enter(Operation):
 
 
 class Merge(Operation):
-    """Several streams in one; of a split item only the living half goes on."""
+    """Several streams in one; of a split item only the living half goes on, and what died before the split once."""
+
+    def __init__(self, op: Op) -> None:
+        self._op = op
+        self._came: dict[Seq, tuple[str, bool]] = {}
 
     def push(self, item: Item, port: str) -> list[Item]:
-        """Returns the item unless it only marks the other half of a split."""
-        return [] if item.tombstone == SPLIT else [item]
+        """Returns the item unless it only marks the other half of a split.
+
+        Raises RunError where a place comes by two ways; in a loop each comes again and again.
+        """
+        if item.tombstone == SPLIT:
+            return []
+        dead = bool(item.tombstone)
+        other, was_dead = (port, dead) if self._op.looped else self._came.setdefault(item.seq, (port, dead))
+        if other == port:
+            return [item]
+        if dead and was_dead:
+            return []
+        raise RunError(
+            f"{self._op.name}: item {item.id} came by {other} and by {port}, want different items, "
+            "such as the halves of a split: the same item by several ways is for flow.join"
+        )
 
 
 class Join(Operation):
@@ -211,7 +252,8 @@ class Quota(Operation):
     """The first items, by source order, that pass a test; they are numbered anew, so that no place is empty.
 
     `carried` holds what was over from the iteration before, and what is over from this one. `report` hears, as places
-    are decided in order, how many items of the source were and how many passed.
+    are decided in order, how many items of the source were, with all that became of them, and how many passed. A new
+    number is of no group: others of that may not be among the first.
     """
 
     holds = True
@@ -226,7 +268,7 @@ class Quota(Operation):
         self._carried = carried
         self._report = report
         self._lost = lost
-        self._decided = self._passed = 0
+        self._passed = 0
         self._first: list[Item] | None = list(carried)
         carried.clear()
 
@@ -237,14 +279,14 @@ class Quota(Operation):
             out += self._admit(kept)
         self._first = None
         for decided in self._order.push(item):
-            self._decided += 1
             out += self._decide(decided)
-        self._report(self._decided, self._passed)
+        self._report(self._order.num_past, self._passed)
         return out
 
     def finish(self) -> list[Item]:
         """Returns what the end of the iteration decides: what was carried, where nothing came."""
         kept, self._first = self._first or (), None
+        assert not self._order.finish(), f"{self._op.name}: a place was skipped"
         return [made for item in kept for made in self._admit(item)]
 
     def _decide(self, item: Item) -> list[Item]:
@@ -264,7 +306,7 @@ class Quota(Operation):
                 self._lost["surplus"] += 1
             return []
         self._passed += 1
-        return [replace(item, seq=(self._passed - 1,), iteration=self._iteration)]
+        return [replace(item, seq=(self._passed - 1,), iteration=self._iteration, groups={})]
 
 
 class Glue:
@@ -289,6 +331,11 @@ class Glue:
                 out += self.push(made, taker)
         return out
 
+    @property
+    def draws(self) -> bool:
+        """Whether a quota is among the operations: what it wants comes only once it has decided what is there."""
+        return any(isinstance(node, Quota) for node in self._nodes.values())
+
     def holds(self, port: str) -> bool:
         """Whether an item of a producer may be kept here, to be released later."""
         return any(self._nodes[taker].holds or self.holds(taker) for taker in self._takers.get(port, ()))
@@ -303,7 +350,7 @@ class Glue:
 
     def demand(self, items: int) -> int:
         """A number of inputs below which `items` more items cannot reach the stage: never more than are needed."""
-        waiting = [node for node in self._nodes.values() if isinstance(node, Gather | Join | Quota)]
+        waiting = [node for node in self._nodes.values() if isinstance(node, Gather | Join)]
         if len(waiting) > 1:  # one input may serve several of them: no bound is safe but one
             return 1
         lacks = sorted(lack for node in waiting for lack in node.missing())[:items]
@@ -323,7 +370,7 @@ class Glue:
             case "enter":
                 return Enter()
             case "merge":
-                return Merge()
+                return Merge(op)
             case "join":
                 return Join(op)
             case "first" if self._quota is not None:

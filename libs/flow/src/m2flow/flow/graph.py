@@ -85,8 +85,13 @@ class Graph:
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """The stages, producers before consumers; feedback streams do not count."""
+        """The stages, producers before consumers; feedback streams do not count.
+
+        What comes after a stage in a loop comes after all of that loop.
+        """
         before: dict[str, list[str]] = {name: list(stage.after) for name, stage in self.stages.items()}
+        for after in before.values():
+            after += [name for loop in self.cycles if not loop.isdisjoint(after) for name in loop]
         for stream in self.streams:
             if not stream.feedback:
                 before[stream.consumer].append(stream.producer)
@@ -149,12 +154,27 @@ class Graph:
 
     @cached_property
     def cycles(self) -> tuple[frozenset[str], ...]:
-        """The stages of each feedback loop: what lies between its head and its tail, whose stream goes back."""
-        found = []
-        for back in (stream for stream in self.streams if stream.feedback):
-            after_head = {n for n in self.stages if back.consumer in self.ancestors(n, feedback=False) | {n}}
-            found.append(after_head & (self.ancestors(back.producer, feedback=False) | {back.producer}))
-        return tuple(map(frozenset, found))
+        """The stages of each feedback stream's loop: what lies on a way from its head back to it, by any stream.
+
+        Streams that go back to one head have one loop; that of an outer head holds all of an inner one.
+        """
+        return tuple(self._loop(stream.consumer) for stream in self.streams if stream.feedback)
+
+    def _loop(self, head: str) -> frozenset[str]:
+        found = {head}
+        frontier = [stream.producer for stream in self.inputs(head, feedback=True)]
+        while frontier:
+            name = frontier.pop()
+            if name not in found and head in self.ancestors(name, feedback=False):
+                found.add(name)
+                frontier += [stream.producer for stream in self.inputs(name)]
+        return frozenset(found)
+
+    def other_half(self, half: str) -> str:
+        """The other half of the split that a stage is half of."""
+        split, _, side = half.rpartition(":")
+        branch = self.stages[half].branch
+        return f"{split}:{'no' if branch == 'yes' else 'yes'}{side.removeprefix(branch)}"
 
     @cached_property
     def in_cycles(self) -> frozenset[str]:

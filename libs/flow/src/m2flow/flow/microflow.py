@@ -18,8 +18,9 @@ DRIVER = "driver"
 class Op:
     """One piece of glue: `kind` is its word ("gather"), `inputs` the operations or producers that feed it.
 
-    A `silent` filter leaves no tombstone: what it drops in a loop goes on by the other half of the split. Of several
-    inboxes that run the same operation one `counts` what is lost in it.
+    A `local` gather takes only what became of one item: of others it would not see all. Where an operation is `looped`,
+    items come again and again. What a filter drops becomes a tombstone for its `reason`, and leaves none where that is
+    "". Of several inboxes that run the same operation one `counts` what is lost in it.
     """
 
     name: str
@@ -28,7 +29,9 @@ class Op:
     function: str = ""
     by: str = ""
     branch: str = ""
-    silent: bool = False
+    local: bool = False
+    looped: bool = False
+    reason: str = ""
     count: int = 0
     carry_surplus: bool = False
     counts: bool = True
@@ -66,7 +69,8 @@ class MicroStage:
     `granularity` counts items per chunk over all ranks, `share` those of one rank. An `eager` stage takes what is
     there, up to its share: inside a loop, or where a quota decides what comes, nobody knows how much will. A `locked`
     stage takes its devices in turn, at `position`; it keeps its turn from chunk to chunk where it `hold`s. `lag`: how
-    many versions its weights may be behind, -1 where nobody sends it weights.
+    many versions its weights may be behind, -1 where nobody sends it weights. In a loop that gathers nothing a stage
+    `keeps` items whole: each goes on as itself.
     """
 
     name: str
@@ -83,6 +87,7 @@ class MicroStage:
     position: int = 0
     hold: bool = False
     lag: int = -1
+    keeps: bool = False
 
 
 @register

@@ -23,6 +23,17 @@ def seq_of_group(members: Sequence[Seq]) -> Seq:
     return tuple(common) or min(members)
 
 
+def place_id(iteration: int, place: Seq) -> str:
+    """The id of the item at a place, and the key of the group of its children."""
+    return f"{iteration}:{'.'.join(map(str, place))}"
+
+
+def num_children(item: Item, place: Seq) -> int:
+    """How many children the item at a place has of which `item` is one, or is of one; 0 where its groups do not say."""
+    key = place_id(item.iteration, place)
+    return next((group.size for group in item.groups.values() if group.key == key), 0)
+
+
 class SourceOrder:
     """Releases the items of one iteration in windows of `window` by source order; 1 is strict, 0 as they arrive.
 
@@ -44,12 +55,18 @@ class SourceOrder:
             return [item]
         if self._window > 1 and len(item.seq) == 1:
             return self._push_window(item)
+        assert item.seq not in self._early, f"{item.id} came twice"
         self._early[item.seq] = item
         released = []
         while (found := self._first()) is not None:
             released.append(self._early.pop(found))
             self._next = self._after(released[-1])
         return released
+
+    @property
+    def num_past(self) -> int:
+        """Source items of which everything has been released."""
+        return (self._next[0] - self._offset) // self._stride
 
     def finish(self) -> list[Item]:
         """Ends the iteration; returns what is left, in order."""
@@ -67,16 +84,16 @@ class SourceOrder:
 
     def _after(self, item: Item) -> Seq:
         seq = item.seq
-        sizes = {group.key: group.size for group in item.groups.values()}
         while len(seq) > 1:
             parent = seq[:-1]
-            size = sizes.get(f"{item.iteration}:{'.'.join(map(str, parent))}")
-            if size is None or seq[-1] + 1 < size:
+            size = num_children(item, parent)
+            if not size or seq[-1] + 1 < size:
                 return (*parent, seq[-1] + 1)
             seq = parent
         return (seq[0] + self._stride,)
 
     def _push_window(self, item: Item) -> list[Item]:
+        assert item.seq not in self._early, f"{item.id} came twice"
         self._early[item.seq] = item
         released: list[Item] = []
         while True:

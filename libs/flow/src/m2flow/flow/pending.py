@@ -12,6 +12,7 @@ from m2flow.flow._outlet import Outlet, Tally
 from m2flow.flow._pulse import Pulse
 from m2flow.flow._quota import QuotaBoard
 from m2flow.flow.errors import RunStopped
+from m2flow.flow.glue import MARKS
 from m2flow.flow.microflow import DRIVER, MicroFlow, Op, pack
 from m2flow.flow.result import IterationResult
 from m2flow.proto.flow.v1 import flow_pb2 as pb
@@ -102,7 +103,8 @@ class Pending:
                 lost.update(answer["lost"])
         end_ns = time.monotonic_ns() - self._epoch_ns
         timeline.spans.sort(key=lambda span: (span.start_ns, span.end_ns))
-        return IterationResult(self.iteration, outputs, timeline, dict(lost), self._start_ns, end_ns)
+        tombstones = {reason: count for reason, count in lost.items() if reason not in MARKS}
+        return IterationResult(self.iteration, outputs, timeline, tombstones, self._start_ns, end_ns)
 
     def waits(self) -> list[str]:
         """What waits in front of which stage, a line each. Blocks for the channels' answers."""

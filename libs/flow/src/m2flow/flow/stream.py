@@ -87,6 +87,7 @@ class Loop(Stream):
     def __init__(self, producer: str, rounds: float = 0.0) -> None:
         super().__init__(producer)
         self.rounds = rounds
+        self.heads: list[str] = []
         self.returns: list[Stream] = []
 
     def feed(self, stream: Stream) -> None:

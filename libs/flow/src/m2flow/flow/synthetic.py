@@ -269,6 +269,34 @@ class SyntheticPolicy(Worker):
         return [_acted(item) for item in items]
 
 
+class SyntheticHand(Worker):
+    """Passes items on, with one of the rounds `left` less and one more of the stages `seen`.
+
+    `does` says what else it does with the items of some source places, by "place": "drop" gives a tombstone, "swallow"
+    nothing, "double" the item twice, "part" two children.
+    """
+
+    @stage
+    def work(self, items: list[Item]) -> list[Item]:
+        """What became of the items."""
+        return [made for item in items for made in self._made(item)]
+
+    def _made(self, item: Item) -> list[Item]:
+        left = max(0, int(item.fields.get("left", 0)) - 1)
+        seen = item.with_fields(left=left, seen=int(item.fields.get("seen", 0)) + 1)
+        match self.config.get("does", {}).get(str(item.seq[0])):
+            case "drop":
+                return [item.as_tombstone("dropped")]
+            case "swallow":
+                return []
+            case "double":
+                return [seen, seen]
+            case "part":
+                return [seen.child(index, 2, "part") for index in range(2)]
+            case _:
+                return [seen]
+
+
 class SyntheticEngine(Worker):
     """Acts as `SyntheticPolicy` does, as an engine that batches continuously: up to `lanes` turns side by side, each
     of 1 to `length` steps, `seconds` a step. With `forgets` it returns with an item left."""

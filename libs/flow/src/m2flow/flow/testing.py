@@ -10,6 +10,7 @@ from m2flow.flow.synthetic import (
     SyntheticDecoder,
     SyntheticEngine,
     SyntheticEnvironment,
+    SyntheticHand,
     SyntheticPolicy,
     SyntheticReference,
     SyntheticReward,
@@ -25,6 +26,7 @@ __all__ = [
     "SyntheticDecoder",
     "SyntheticEngine",
     "SyntheticEnvironment",
+    "SyntheticHand",
     "SyntheticPolicy",
     "SyntheticReference",
     "SyntheticReward",
@@ -40,6 +42,7 @@ __all__ = [
     "is_fresh",
     "is_live",
     "is_mixed",
+    "is_odd",
     "mean_reward",
     "ppo",
     "whiten",
@@ -73,6 +76,11 @@ def as_it_is(item: Item) -> Item:
 def goes_round(item: Item) -> bool:
     """Whether an item has rounds `left` in its loop."""
     return int(item.fields["left"]) > 0
+
+
+def is_odd(item: Item) -> bool:
+    """Whether an item has an odd number of rounds `left`."""
+    return int(item.fields["left"]) % 2 == 1
 
 
 def mean_reward(group: Item) -> Item:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from m2flow.flow._importable import target_of
+from m2flow.flow._rules import check_program
 from m2flow.flow.errors import TraceError
 from m2flow.flow.graph import Graph
 from m2flow.flow.spec import Spec
@@ -41,7 +42,9 @@ def trace(
     first, second = (_trace_once(program, groups, source_items, name, dict(expansions or {})) for _ in range(2))
     if first != second:
         raise TraceError(_difference(first, second))
-    return Graph(first, groups)
+    graph = Graph(first, groups)
+    check_program(graph)
+    return graph
 
 
 class StageProxy:
@@ -78,7 +81,7 @@ class Flow:
         self._expansions = expansions
         self._used: set[str] = set()
         self._stacks: dict[str, tuple[float, ...]] = {}
-        self._loops: list[tuple[Loop, str]] = []
+        self._loops: list[Loop] = []
         self._ordered: set[str] = set()
 
     def source(self, name: str) -> Stream:
@@ -166,7 +169,9 @@ class Flow:
         `rounds` tells planners how often an item goes round in the mean, 0 where that is not known; no result depends
         on it.
         """
-        return Loop(_checked(stream, "loop").producer, rounds)
+        loop = Loop(_checked(stream, "loop").producer, rounds)
+        self._loops.append(loop)
+        return loop
 
     def publish(self, source: StageProxy, *, to: StageProxy) -> None:
         """Sends `source`'s weights to `to` once its stages have ended the iteration; a stage of its own."""
@@ -216,7 +221,7 @@ class Flow:
         for stream in streams:
             self._graph.streams.append(pb.Stream(producer=stream.producer, consumer=name))
             if isinstance(stream, Loop):
-                self._loops.append((stream, name))
+                stream.heads.append(name)
         return Stream(name)
 
     def _unique(self, name: str) -> str:
@@ -241,28 +246,29 @@ class Flow:
             refuse("the program has no source", "start from flow.source")
         self._stage("sink", pb.STAGE_KIND_SINK, tuple(s for s in streams if isinstance(s, Stream)))
         self._graph.stages[-1].location = ""
-        for loop, head in self._loops:
-            if not loop.returns:
-                refuse(f"the loop at {head} is never fed", "feed it the items that go round again: loop.feed(...)")
-            for stream in loop.returns:
-                self._graph.streams.append(
-                    pb.Stream(producer=stream.producer, consumer=head, feedback=True, rounds=loop.rounds)
+        for loop in self._loops:
+            if not loop.heads:
+                refuse(
+                    f"no stage takes the loop of {loop.producer}", "give the loop itself to the stage it begins with"
                 )
+            if not loop.returns:
+                refuse(
+                    f"the loop at {loop.heads[0]} is never fed", "feed it the items that go round again: loop.feed(...)"
+                )
+            for head in loop.heads:
+                for stream in loop.returns:
+                    self._graph.streams.append(
+                        pb.Stream(producer=stream.producer, consumer=head, feedback=True, rounds=loop.rounds)
+                    )
         self._finish_loops()
 
     def _finish_loops(self) -> None:
-        """Inside a loop items have no order, and nothing may wait for the end of an iteration, which waits for it."""
+        """Inside a loop items have no order."""
         in_cycles = Graph(self._graph).in_cycles
         for stage in (stage for stage in self._graph.stages if stage.name in in_cycles):
-            asks = {
-                "order": stage.name in self._ordered,
-                "several epochs": stage.epochs > 1,
-                "all items at once": stage.kind == pb.STAGE_KIND_BARRIER,
-                "the first of all items": stage.HasField("quota"),
-            }
-            for what in (what for what, asked in asks.items() if asked):
+            if stage.name in self._ordered:
                 raise TraceError(
-                    f"{stage.location}: {stage.name} is inside a loop and asks for {what}, which the loop's end alone "
+                    f"{stage.location}: {stage.name} is inside a loop and asks for order, which the loop's end alone "
                     "could give: ask for it where the loop is left"
                 )
             stage.order_window = 0

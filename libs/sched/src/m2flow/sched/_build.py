@@ -14,7 +14,7 @@ from m2flow.sched._cluster import Pool, pools
 from m2flow.sched._costs import Costs, build_costs
 from m2flow.sched._cycle import cycle_rows
 from m2flow.sched._hand_offs import lately
-from m2flow.sched._problem import Problem
+from m2flow.sched._problem import NO_PINS, Pins, Problem
 from m2flow.sched._table import Floats, Grid, Ints, Rows
 from m2flow.sched._workflow import Workflow, reduce_graph
 from m2flow.sched.errors import InputError
@@ -57,7 +57,7 @@ def build(request: sched_pb2.PlanRequest) -> Model:
                 f"group {group.name!r} runs on devices of kind {group.device_kind!r}, the cluster has "
                 f"{sorted(found)}: add such devices to the cluster or change the group's device_kind"
             )
-    costs = build_costs(workflow, request.profile, found)
+    costs = build_costs(workflow, request.profile, request.cluster, found)
     costs.notes.extend(remarks(request))
     if request.workflow.source_items > 1 and not chunk_counts(request):
         costs.notes.append(f"{request.workflow.source_items} items divide into no equal chunks: no pipeline is tried")
@@ -105,7 +105,8 @@ def what_if(
     workflow = replace(model.workflow, graph=graph)
     costs = replace(model.costs, workflow=workflow, scaled=seconds or {}, switching=switching)
     units = {kind: quantum * coarser for kind, quantum in zip(model.kinds, model.problem.quanta, strict=True)}
-    return assemble(model.request, workflow, costs, found, units)
+    changed = assemble(model.request, workflow, costs, found, units)
+    return replace(changed, problem=replace(changed.problem, near=model.problem.near))
 
 
 def assemble(
@@ -135,6 +136,7 @@ def assemble(
         max_staleness=request.max_staleness,
         quanta=quanta,
         kind_of={g.name: kinds.index(g.device_kind) for g in used},
+        sizes={g: lookup.sizes(g) for g in _repeated(workflow)},
     )
     tails = {}
     for i, node in enumerate(workflow.nodes):
@@ -161,7 +163,7 @@ def _light(problem: Problem) -> frozenset[str]:
     """The groups with the least work, as many as there are more groups than device units of one kind."""
     work: dict[str, float] = {}
     for i, groups in enumerate(problem.groups):
-        rows = problem.leaves(i, False, 0, {})
+        rows = problem.leaves(i, False, 0, NO_PINS)
         for group in groups:
             work[group] = work.get(group, 0.0) + (float(rows.seconds[0]) if len(rows.n) else 0.0)
     surplus = len(work) - problem.grid.shape[0] if problem.kinds == 1 else 0
@@ -195,8 +197,8 @@ class Lookup:
         self._single = {g for g in looped if self._groups[g].in_step}
         self._cache: dict[tuple[int, bool, int, tuple[tuple[str, int], ...]], Rows] = {}
 
-    def __call__(self, node: int, chunked: bool, beside: int, pins: Mapping[str, int]) -> Rows:
-        here = tuple((g, pins[g]) for g in self._workflow.nodes[node].groups if g in pins)
+    def __call__(self, node: int, chunked: bool, beside: int, pins: Pins) -> Rows:
+        here = tuple((g, pins.units[g]) for g in self._workflow.nodes[node].groups if g in pins.units)
         key = node, chunked, beside, here
         if key not in self._cache:
             names = [n.stages for i, n in enumerate(self._workflow.nodes) if beside >> i & 1]
@@ -209,7 +211,7 @@ class Lookup:
         held = np.zeros(len(self._kinds))
         worst: dict[tuple[str, int], float] = {}
         for i, node in enumerate(self._workflow.nodes):
-            rows = self(i, False, 0, {})
+            rows = self(i, False, 0, NO_PINS)
             if not len(rows.n):
                 return False
             for kind in range(len(self._kinds)):
@@ -234,6 +236,11 @@ class Lookup:
             devices = np.minimum(devices, step)
         good = devices >= max(spec.min_devices, step)
         return kind, units[good].astype(np.int64), devices[good].astype(np.int64)
+
+    def sizes(self, group: str) -> tuple[int, ...]:
+        """The numbers of units that give a group different devices; no others need to be tried."""
+        _, units, devices = self.options(group, {})
+        return tuple(units[np.unique(devices, return_index=True)[1]].tolist())
 
     def _rows(self, node: int, counts: tuple[int, ...], beside: frozenset[str], pins: Mapping[str, int]) -> Rows:
         spec = self._workflow.nodes[node]
@@ -333,6 +340,12 @@ def _before(workflow: Workflow) -> tuple[int, ...]:
     for edge in workflow.edges:
         before[edge.consumer] |= 1 << edge.producer
     return tuple(before)
+
+
+def _repeated(workflow: Workflow) -> list[str]:
+    """Groups that run more than one node: their nodes must share one set of devices."""
+    names = [g for node in workflow.nodes for g in node.groups]
+    return [g for g in dict.fromkeys(names) if names.count(g) > 1]
 
 
 def _disturbs(workflow: Workflow, costs: Costs) -> tuple[int, ...]:

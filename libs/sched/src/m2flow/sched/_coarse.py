@@ -4,23 +4,28 @@ Blocks are runs of a topological order, of about equal work; several orders and 
 found is a plan of the full space, not always its best: `_bound.lower_bound` says how far it can be from it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate, product
 
 import numpy as np
 
-from m2flow.sched._problem import Problem, downsets
-from m2flow.sched._table import Ints, Rows
+from m2flow.sched._problem import NO_PINS, Pins, Problem, downsets_by_size
+from m2flow.sched._table import Floats, Ints, Rows
 from m2flow.sched._tree import Leaf, Tree, Turns
 
 _EXACT_NODES = 5
 _EXACT_DOWNSETS = 8
 _BLOCKS = (3, 4)
+_MOST_BLOCKS = 6  # where the ends of barriers stand alone
 
 
 def is_large(problem: Problem) -> bool:
     """Whether the exact search would take long: more than five nodes, unless they hang together like a chain."""
-    return len(problem.names) > _EXACT_NODES and len(downsets(problem.everything, problem.before)) > _EXACT_DOWNSETS
+    if len(problem.names) <= _EXACT_NODES:
+        return False
+    sizes = accumulate(len(layer) for layer in downsets_by_size(problem.everything, problem.before))
+    return any(count > _EXACT_DOWNSETS for count in sizes)
 
 
 @dataclass(frozen=True)
@@ -31,10 +36,10 @@ class Contraction:
     blocks: tuple[tuple[int, ...], ...]
     problem: Problem
 
-    def expand(self, tree: Tree) -> Tree:
-        """The plan with every block's nodes in turns."""
+    def expand(self, tree: Tree, pins: Pins) -> Tree:
+        """The plan, found with these pins, with every block's nodes in turns."""
         if not isinstance(tree, Leaf):
-            parts = [self.expand(p) for p in tree.parts]
+            parts = [self.expand(p, pins) for p in tree.parts]
             if isinstance(tree, Turns):
                 parts = [q for p in parts for q in (p.parts if isinstance(p, Turns) else (p,))]
             return replace(tree, parts=tuple(parts))
@@ -42,11 +47,11 @@ class Contraction:
         level = self.fine.chunk_counts.index(tree.chunks) if tree.chunks > 1 else -1
         if len(block) == 1:
             return replace(tree, node=block[0], name=self.fine.names[block[0]])
-        inner = bool(tree.devices[-1])
-        return Turns(tuple(self._member(i, tree, level, inner) for i in block), tree.units)
+        leave = bool(tree.devices[-1])
+        return Turns(tuple(self._member(i, tree, level, leave, pins) for i in block), tree.units)
 
-    def _member(self, node: int, tree: Leaf, level: int, inner: bool) -> Leaf:
-        rows = self.fine.leaves(node, level >= 0, 0, {})
+    def _member(self, node: int, tree: Leaf, level: int, leave: bool, pins: Pins) -> Leaf:
+        rows = self.fine.leaves(node, level >= 0, 0, pins)
         every = self.fine.grid.size * max(1, len(self.fine.chunk_counts))
         row = int(row_of_code(rows, every)[tree.units + max(level, 0) * self.fine.grid.size])
         return Leaf(
@@ -54,7 +59,7 @@ class Contraction:
             name=self.fine.names[node],
             devices=tuple(int(p) for p in rows.picks[row]),
             batches=0,
-            offloaded=inner or tree.offloaded,
+            offloaded=_away(self.fine.groups[node][0], rows, leave, pins),
             chunks=tree.chunks,
             chunk_s=float(rows.seconds[row]),
             switch_s=rows.switch_s,
@@ -71,9 +76,9 @@ def contractions(problem: Problem) -> Iterator[Contraction]:
     """Blockings that are worth a search, different ones only."""
     seen = set()
     for order in orders(problem):
-        for count in _BLOCKS:
-            blocks = _balanced(problem, order, count)
-            if blocks not in seen:
+        for count, walled in product(_BLOCKS, (False, True)):
+            blocks = _balanced(problem, order, count, walled)
+            if blocks not in seen and not (walled and len(blocks) > _MOST_BLOCKS):
                 seen.add(blocks)
                 yield Contraction(problem, blocks, _contract(problem, blocks))
 
@@ -92,15 +97,16 @@ def depth_first(problem: Problem) -> list[int]:
     return order
 
 
-def _balanced(problem: Problem, order: list[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """The order cut into `count` runs of about equal work; cycles and barriers stand alone."""
+def _balanced(problem: Problem, order: list[int], count: int, walled: bool) -> tuple[tuple[int, ...], ...]:
+    """The order cut into `count` runs of about equal work; cycles, long tails and, if asked, the ends of barriers stand
+    alone."""
     work = {i: _least(problem, i) for i in order}
     blocks: list[tuple[int, ...]] = []
     share, held = sum(work.values()) / count, 0.0
     current: list[int] = []
-    walled = {i for a, b in problem.barriers for i in problem.members(a | b)}
+    walls = {i for a, b in problem.barriers for i in problem.members(a | b)} if walled else set()
     for node in order:
-        single = len(problem.groups[node]) > 1 or node in problem.tails or node in walled
+        single = len(problem.groups[node]) > 1 or node in problem.tails or node in walls
         if current and (single or (len(blocks) < count - 1 and held + work[node] / 2 > share)):
             blocks.append(tuple(current))
             current, held = [], 0.0
@@ -113,7 +119,7 @@ def _balanced(problem: Problem, order: list[int], count: int) -> tuple[tuple[int
 
 
 def _least(problem: Problem, node: int) -> float:
-    rows = problem.leaves(node, False, 0, {})
+    rows = problem.leaves(node, False, 0, NO_PINS)
     return float(rows.seconds.min()) if len(rows.n) else 0.0
 
 
@@ -142,45 +148,73 @@ def _contract(problem: Problem, blocks: tuple[tuple[int, ...], ...]) -> Problem:
 
 
 class BlockLeaves:
-    """`Leaves` of blocks: members in turns on the same devices, resident together, or else offloaded each turn."""
+    """`Leaves` of blocks: members in turns on the same devices, all resident, or all that can offloaded after their
+    turn, which is in the block's seconds.
+
+    What a group with nodes in several blocks holds while idle counts in each of them: too much, never too little.
+    """
 
     def __init__(self, problem: Problem, blocks: tuple[tuple[int, ...], ...]) -> None:
         self._problem, self._blocks = problem, blocks
-        self._cache: dict[tuple[int, bool], Rows] = {}
+        self._cache: dict[tuple[int, bool, tuple[tuple[str, int, bool], ...]], Rows] = {}
 
-    def __call__(self, node: int, chunked: bool, beside: int, pins: Mapping[str, int]) -> Rows:
+    def __call__(self, node: int, chunked: bool, beside: int, pins: Pins) -> Rows:
         block = self._blocks[node]
         if len(block) == 1:
             return self._problem.leaves(block[0], chunked, 0, pins)
-        if (node, chunked) not in self._cache:
-            self._cache[node, chunked] = self._rows(block, chunked)
-        return self._cache[node, chunked]
+        groups = dict.fromkeys(g for i in block for g in self._problem.groups[i] if g in pins.units)
+        key = node, chunked, tuple((g, pins.units[g], g in pins.offloaded) for g in groups)
+        if key not in self._cache:
+            self._cache[key] = self._rows(block, chunked, pins)
+        return self._cache[key]
 
-    def _rows(self, block: tuple[int, ...], chunked: bool) -> Rows:
-        members = [self._problem.leaves(i, chunked, 0, {}) for i in block]
+    def _rows(self, block: tuple[int, ...], chunked: bool, pins: Pins) -> Rows:
+        members = [self._problem.leaves(i, chunked, 0, pins) for i in block]
+        groups = [self._problem.groups[i][0] for i in block]
         size = self._problem.grid.size * (len(self._problem.chunk_counts) if chunked else 1)
         picks = [row_of_code(m, size) for m in members]
         codes = np.flatnonzero(np.all([p >= 0 for p in picks], axis=0))
         chosen = [p[codes] for p in picks]
         seconds = np.sum([m.seconds[p] for m, p in zip(members, chosen, strict=True)], axis=0)
-        keeps, offs, runs = ([getattr(m, name)[p] for m, p in zip(members, chosen, strict=True)] for name in
-                             ("keep", "off", "run"))  # fmt: skip
-        keep, off = np.sum(keeps, axis=0), np.sum(offs, axis=0)
-        together = np.max([keep + np.maximum(r - k, 0) for r, k in zip(runs, keeps, strict=True)], axis=0)
-        apart = np.max([off + np.maximum(r - o, 0) for r, o in zip(runs, offs, strict=True)], axis=0)
-        inner = (together > 1 + 1e-9).any(axis=1) & all(m.can_offload for m in members)
-        switch_s = sum(m.switch_s[0] for m in members), sum(m.switch_s[1] for m in members)
+        devices = np.stack([m.picks[p][:, 0] for m, p in zip(members, chosen, strict=True)], axis=1)
+        pinned = [m for g, m in zip(groups, members, strict=True) if g in pins.units]
+        found = []
+        for leave in dict.fromkeys((False, not self._problem.unlimited and any(m.can_offload for m in members))):
+            away = [_away(g, m, leave, pins) for g, m in zip(groups, members, strict=True)]
+            idle = [(m.off if out else m.keep)[p] for m, p, out in zip(members, chosen, away, strict=True)]
+            rest, most = _held(groups, idle, [m.run[p] for m, p in zip(members, chosen, strict=True)])
+            switch_s = sum(sum(m.switch_s) for m, out in zip(members, away, strict=True) if out)
+            flags = np.full((len(codes), 1), leave)
+            found.append((codes, seconds + switch_s, rest, most, np.concatenate([devices, flags], axis=1)))
+        n, seconds, rest, most, devices = (np.concatenate(columns) for columns in zip(*found, strict=True))
+        fits = (most <= 1 + 1e-9).all(axis=1)
+        order = np.flatnonzero(fits)[np.argsort(n[fits], kind="stable")]
         return Rows(
-            n=codes,
-            seconds=seconds + np.where(inner, sum(switch_s), 0.0),
-            switch_s=switch_s,
-            keep=np.where(inner[:, None], off, keep),
-            off=off,
-            run=np.where(inner[:, None], apart, together),
-            can_offload=all(m.can_offload for m in members),
-            picks=np.stack([*(m.picks[p][:, 0] for m, p in zip(members, chosen, strict=True)), inner], axis=1),
-            batches=np.zeros(len(codes), dtype=np.int64),
+            n=n[order],
+            seconds=seconds[order],
+            switch_s=(0.0, 0.0),
+            keep=rest[order],
+            off=rest[order],
+            run=most[order],
+            can_offload=bool(pinned) and all(m.can_offload for m in pinned),
+            picks=devices[order],
+            batches=np.zeros(len(order), dtype=np.int64),
         )
+
+
+def _away(group: str, rows: Rows, leave: bool, pins: Pins) -> bool:
+    """Whether a group's member of a block is offloaded after its turn, in a block whose members leave if they can."""
+    return group in pins.offloaded if group in pins.units else leave and rows.can_offload
+
+
+def _held(groups: list[str], idle: list[Floats], run: list[Floats]) -> tuple[Floats, Floats]:
+    """[R, kinds] what members hold together while idle, each group once, and when the largest of them runs."""
+    rest: dict[str, Floats] = {}
+    for group, held in zip(groups, idle, strict=True):
+        rest[group] = np.maximum(rest.get(group, held), held)
+    total = np.sum(list(rest.values()), axis=0)
+    more = [np.maximum(most - rest[group], 0) for group, most in zip(groups, run, strict=True)]
+    return total, total + np.max(more, axis=0)
 
 
 def row_of_code(rows: Rows, size: int) -> Ints:

@@ -97,6 +97,7 @@ class Clockwork:
             [j for j, other in enumerate(tasks) if j != i and other.devices & task.devices]
             for i, task in enumerate(tasks)
         ]
+        self._bounded = {consumer for task in tasks for consumer, _ in task.room}
         self._earlier = [
             [j for j in others if tasks[j].position < tasks[i].position] for i, others in enumerate(self._conflicts)
         ]
@@ -131,13 +132,16 @@ class Clockwork:
         heapq.heappush(self._heap, (time, self._count, action))
 
     def _dispatch(self) -> None:
-        """Starts whoever can start; a start may make room for a producer that comes before it in the order."""
+        """Starts whoever can start; that may make room for a producer that comes before it in the order."""
         while self._start_all():
             pass
 
     def _start_all(self) -> bool:
-        """Gives devices to whoever can start, by ticket; what an earlier ticket waits for is given to no later one."""
-        order, started, waiting = self._order, False, set[int]()
+        """Gives devices to whoever can start, by ticket; what an earlier ticket waits for is given to no later one.
+
+        Says whether one started that makes room.
+        """
+        order, room, waiting = self._order, False, set[int]()
         if self._in_flight > 1:
             order = sorted(order, key=lambda i: (self._states[i].iteration, self._tasks[i].position))
         for index in order:
@@ -146,9 +150,10 @@ class Clockwork:
                 if not state.holds and any(self._states[j].holds or j in waiting for j in self._conflicts[index]):
                     waiting.add(index)
                     break
-                state.holds = started = True
+                state.holds = True
+                room |= index in self._bounded
                 self._start(index)
-        return started
+        return room
 
     def _has_lane(self, index: int) -> bool:
         """Whether a lane and a chunk are there."""

@@ -6,6 +6,7 @@ from m2flow.sched._plans import best_plans
 
 _MOST_TIMES = 128  # as many devices as a change may ask for
 _MOST_MEMORY = 2.0**20  # as much memory
+_SEARCHES = 16  # for a choice of pins each: whether any plan fits shows soon
 _UNITS = 64  # into which more devices are divided; what fits in coarser steps fits in finer ones
 
 
@@ -21,7 +22,7 @@ def why_infeasible(model: Model) -> str:
     for group in model.workflow.graph.groups:
         if not group.can_offload and _fits(what_if(model, offload=group.name)):
             changes.append(f"let group {group.name!r} offload (can_offload)")
-    if model.request.mode and best_plans(model.problem, "", 1):
+    if model.request.mode and best_plans(model.problem, "", 1, _SEARCHES).plans:
         changes.append("allow any mode")
     remedy = "; or ".join(changes) if changes else "no single change of devices, memory, offload or mode makes one fit"
     return f"{_shortage(model, devices, memory)}. What would make it fit: {remedy}."
@@ -81,7 +82,7 @@ def _least_memory(model: Model, kind: str) -> float:
 
 
 def _fits(model: Model) -> bool:
-    return bool(best_plans(model.problem, model.request.mode, 1))
+    return bool(best_plans(model.problem, model.request.mode, 1, _SEARCHES).plans)
 
 
 def _fits_with(model: Model, kind: str, count: int) -> bool:

@@ -92,7 +92,7 @@ def _assign_leaf(model: Model, leaf: Leaf, ids: Ids, blocks: Ids, placed: Ids) -
     used = {d for g in groups for d in blocks.get(g, ())} if leaf.batches else set()
     for group, count in zip(groups, leaf.devices, strict=True):
         kind = model.workflow.groups[group].device_kind
-        pool = blocks.get(group) or tuple(d for d in ids[kind] if d not in used)
+        pool = blocks.get(group) or (tuple(d for d in ids[kind] if d not in used) if used else ids[kind])
         placed[group] = pool[:count]
         if leaf.batches:
             used.update(placed[group])
@@ -210,8 +210,7 @@ def _add_prediction(
     end = iteration_seconds(tree, tails)
     for publish in model.workflow.publishes:
         plan.prediction.stages.add(stage=publish.name, start_s=end, end_s=end + sync_s, busy_s=sync_s)
-    for device, held in peak_bytes(model, tree, devices, offloaded).items():
-        plan.prediction.peak_bytes[device] = int(held)
+    plan.prediction.peak_bytes.update(peak_bytes(model, tree, devices, offloaded))
 
 
 def error_seconds(model: Model, tree: Tree) -> float:
@@ -237,10 +236,8 @@ def _group_of(model: Model, stage: str) -> str:
     return next(s.group for s in model.workflow.graph.stages if s.name == stage)
 
 
-def peak_bytes(model: Model, tree: Tree, devices: Ids, offloaded: set[str]) -> dict[int, float]:
+def peak_bytes(model: Model, tree: Tree, devices: Ids, offloaded: set[str]) -> dict[int, int]:
     """Bytes on each device at most: what all its groups hold while idle, and the most that one adds when it runs."""
-    idle: dict[int, float] = {}
-    extra: dict[int, float] = {}
     held: dict[str, tuple[float, float]] = {}
     for leaf in leaves(tree):
         node = model.workflow.nodes[leaf.node]
@@ -252,8 +249,10 @@ def peak_bytes(model: Model, tree: Tree, devices: Ids, offloaded: set[str]) -> d
             rest = off if group in offloaded else keep
             before = held.get(group, (0.0, 0.0))
             held[group] = max(before[0], rest), max(before[1], run - rest, 0.0)
+    used = np.unique(np.concatenate([devices[g] for g in held]))
+    idle, extra = np.zeros(len(used)), np.zeros(len(used))
     for group, (rest, more) in held.items():
-        for device in devices[group]:
-            idle[device] = idle.get(device, 0.0) + rest
-            extra[device] = max(extra.get(device, 0.0), more)
-    return {d: idle[d] + extra[d] for d in sorted(idle)}
+        here = np.searchsorted(used, devices[group])
+        idle[here] += rest
+        extra[here] = np.maximum(extra[here], more)
+    return dict(zip(used.tolist(), (idle + extra).astype(np.int64).tolist(), strict=True))

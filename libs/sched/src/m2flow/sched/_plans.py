@@ -2,20 +2,22 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 
+from m2flow.sched._bound import lower_bound
 from m2flow.sched._closed_form import iteration_seconds
 from m2flow.sched._coarse import Contraction, contractions, is_large, orders
-from m2flow.sched._problem import Problem
-from m2flow.sched._search import Pins, Search
+from m2flow.sched._pins import Choices
+from m2flow.sched._problem import NO_PINS, Pins, Problem
+from m2flow.sched._search import Search
 from m2flow.sched._stretched import Stretched
 from m2flow.sched._table import Floats, Table
 from m2flow.sched._tree import Reader, Tree, Turns, shape, walk
 
 _MANY = 100_000  # of a larger table only the best row is ranked
 _ROWS_A_CUT = 2  # of each first cut the best rows that are ranked
+SEARCHES = 128  # each for one choice of sizes, overlaps and residencies of groups with several nodes
 
 
 @dataclass(frozen=True)
@@ -29,50 +31,93 @@ class Candidate:
     mode: str
 
 
+_Ranked = tuple[float, int, int, Table, Pins]  # seconds, staleness, a row of the table
 _MODES = ("temporal", "temporal", "spatial", "hybrid")
 
 
-def best_plans(problem: Problem, mode: str, count: int) -> list[Candidate]:
-    """Returns up to `count` different plans of a mode ("" for any), best first; none if none fits.
+@dataclass(frozen=True)
+class Found:
+    """Different plans of a mode, best first, and seconds that no plan of it can take less than."""
 
-    Exact, unless the graph is large (`_coarse.is_large`): then the best over several blockings of it.
+    plans: list[Candidate]
+    lower_bound_s: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether the first plan is proved to be the best."""
+        return not self.plans or self.plans[0].seconds <= self.lower_bound_s * (1 + 1e-9)
+
+
+def best_plans(problem: Problem, mode: str, count: int, searches: int = SEARCHES) -> Found:
+    """Returns up to `count` different plans of a mode ("" for any); none if none fits.
+
+    The best one is exact, unless the graph is large (`_coarse.is_large`), when it is the best over several blockings of
+    it, or groups with several nodes have more sizes, overlaps and residencies than there may be searches.
     """
     if not is_large(problem):
-        return _exact_plans(problem, mode, count)
+        return _exact_plans(problem, mode, count, searches)
     found: dict[tuple[str, int], Candidate] = {}
-    for contraction in contractions(problem):
-        for plan in _exact_plans(contraction.problem, mode, count):
-            fine = replace(plan, tree=contraction.expand(plan.tree))
+    blockings = list(contractions(problem))
+    for contraction in blockings:
+        for plan in _exact_plans(contraction.problem, mode, count, -(-searches // (3 * len(blockings)))).plans:
+            fine = replace(plan, tree=contraction.expand(plan.tree, plan.pins))
             found.setdefault((shape(fine.tree), fine.staleness), fine)
     for candidate in _stretched_plans(problem, mode):
         found.setdefault((shape(candidate.tree), 0), candidate)
-    return sorted(found.values(), key=lambda c: (c.seconds, c.staleness))[:count]
+    plans = sorted(found.values(), key=lambda c: (c.seconds, c.staleness))[:count]
+    return Found(plans, lower_bound(problem) if plans else 0.0)
 
 
 def _stretched_plans(problem: Problem, mode: str) -> Iterator[Candidate]:
     """Pipelines of many layers, where nothing forbids them."""
-    plain = problem.kinds == 1 and not problem.repeated and not problem.tails and problem.pipelined(problem.everything)
+    plain = problem.kinds == 1 and not problem.sizes and not problem.tails and problem.pipelined(problem.everything)
     if mode == "temporal" or not plain or not problem.chunk_counts:
         return
     for order in orders(problem):
         stretched = Stretched(problem, order, mode == "spatial")
         contraction = Contraction(problem, stretched.blocks, problem)
         for tree in stretched.plans():
-            fine = contraction.expand(tree)
+            fine = contraction.expand(tree, NO_PINS)
             shared = any(isinstance(t, Turns) for t in walk(fine))
             if mode != "hybrid" or shared:
                 seconds = iteration_seconds(fine, {}) + problem.sync_s
-                yield Candidate(fine, Pins({}), seconds, 0, "hybrid" if shared else "spatial")
+                yield Candidate(fine, NO_PINS, seconds, 0, "hybrid" if shared else "spatial")
 
 
-def _exact_plans(problem: Problem, mode: str, count: int) -> list[Candidate]:
-    ranked: list[tuple[float, int, int, Table, Pins]] = []
-    for pins in pin_choices(problem, mode):
-        for table in Search(problem, mode, pins).whole():
-            for staleness in range(problem.max_staleness + 1 if table.busy is not None else 1):
-                seconds = _iteration_seconds(problem, table, staleness, mode)
-                ranked += [(float(seconds[row]), staleness, row, table, pins) for row in _best_rows(table, seconds)]
-    ranked.sort(key=lambda r: r[:2])
+def _exact_plans(problem: Problem, mode: str, count: int, searches: int) -> Found:
+    """As `best_plans`, with so many searches at most."""
+    if not problem.sizes:
+        plans = _different(problem, sorted(_rows(problem, mode, NO_PINS), key=_by_seconds), count)
+        return Found(plans, plans[0].seconds if plans else 0.0)
+    choices, ranked = Choices(problem, mode), list[_Ranked]()
+    for _ in range(searches):
+        limit_s = ranked[count - 1][0] if len(ranked) >= count else np.inf
+        pins = choices.nearest(ranked[0][-1] if ranked else None, limit_s)
+        if pins is None:
+            break
+        ranked = sorted(ranked + list(_rows(problem, mode, pins)), key=_by_seconds)
+    plans = _different(problem, ranked, count)
+    if not plans:
+        return Found([], 0.0)
+    least = plans[0].seconds
+    return Found(plans, least if choices.none_left(least) else min(least, lower_bound(problem)))
+
+
+def _by_seconds(ranked: _Ranked) -> tuple[float, int]:
+    return ranked[:2]
+
+
+def _rows(problem: Problem, mode: str, pins: Pins) -> Iterator[_Ranked]:
+    """The best rows of every first cut."""
+    for table in Search(problem, mode, pins).whole():
+        for staleness in range(problem.max_staleness + 1 if table.busy is not None else 1):
+            seconds = _iteration_seconds(problem, table, staleness, mode)
+            for row in _best_rows(table, seconds):
+                yield float(seconds[row]), staleness, row, table, pins
+
+
+def _different(problem: Problem, ranked: list[_Ranked], count: int) -> list[Candidate]:
+    """The first of every shape, up to `count` of them."""
     plans: dict[tuple[str, int], Candidate] = {}
     reader = Reader(problem.names, problem.grid, problem.chunk_counts)
     for best, staleness, row, table, pins in ranked:
@@ -103,39 +148,3 @@ def _best_rows(table: Table, seconds: Floats) -> list[int]:
         order = np.lexsort((seconds, table.right)) if len(seconds) < _MANY else [np.argmin(seconds)]
         rows = np.array(order)[np.flatnonzero(np.diff(table.right[order], prepend=-1))]
     return [int(r) for r in rows if np.isfinite(seconds[r])]
-
-
-def pin_choices(problem: Problem, mode: str) -> Iterator[Pins]:
-    """Every number of units, every overlap and every residency of the groups that run several nodes."""
-    groups = problem.repeated
-    if not groups:
-        yield Pins({})
-        return
-    units = [_pin_units(problem) for _ in groups]
-    for counts in product(*units):
-        for clusters in _partitions(list(groups)):
-            if mode == "spatial" and len(clusters) < len(groups):
-                continue
-            if mode == "temporal" and len(clusters) > 1:
-                continue
-            for flags in product((False, True), repeat=0 if problem.unlimited else len(groups)):
-                offloaded = frozenset(g for g, f in zip(groups, flags, strict=False) if f)
-                yield Pins(dict(zip(groups, counts, strict=True)), clusters, offloaded)
-
-
-def _pin_units(problem: Problem) -> list[int]:
-    most = max(problem.grid.shape)
-    if most <= 16:
-        return list(range(1, most + 1))
-    return sorted({max(1, round(most * i / 16)) for i in range(1, 17)})
-
-
-def _partitions(groups: list[str]) -> Iterator[tuple[frozenset[str], ...]]:
-    if not groups:
-        yield ()
-        return
-    first, rest = groups[0], groups[1:]
-    for partition in _partitions(rest):
-        yield (frozenset({first}), *partition)
-        for i, cluster in enumerate(partition):
-            yield (*partition[:i], cluster | {first}, *partition[i + 1 :])

@@ -1,6 +1,6 @@
 """What the search is given: nodes, their order, and what each costs on how many devices."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -8,10 +8,28 @@ from typing import Protocol
 from m2flow.sched._table import Floats, Grid, Rows
 
 
+@dataclass(frozen=True)
+class Pins:
+    """Groups with several nodes: their units, which of them overlap, and which are offloaded.
+
+    Args:
+        units: By group.
+        clusters: A partition of the groups: devices of two groups of one cluster overlap, else they are disjoint.
+        offloaded: The groups that give their memory back between turns.
+    """
+
+    units: Mapping[str, int] = field(default_factory=dict)
+    clusters: tuple[frozenset[str], ...] = ()
+    offloaded: frozenset[str] = frozenset()
+
+
+NO_PINS = Pins()
+
+
 class Leaves(Protocol):
     """Costs of single nodes."""
 
-    def __call__(self, node: int, chunked: bool, beside: int, pins: Mapping[str, int]) -> Rows:
+    def __call__(self, node: int, chunked: bool, beside: int, pins: Pins) -> Rows:
         """Rows of `node` beside the nodes of the mask, with some groups pinned to a number of units.
 
         For the whole iteration at once, or, `chunked`, for every chunk count of the problem, at its level.
@@ -39,6 +57,8 @@ class Problem:
         kind_of: The kind of device of each group, by index; 0 for those that are not named.
         light: Groups whose sharing does not count when a plan is called spatial: the least work, where there are more
             groups than device units.
+        sizes: By group that runs several nodes, the numbers of units that differ for it.
+        near: Pins of a good plan of a problem much like this one; the search begins with them.
         unlimited: Whether everything fits beside everything, so that nothing is ever offloaded.
     """
 
@@ -56,17 +76,13 @@ class Problem:
     quanta: tuple[int, ...] = (1,)
     kind_of: Mapping[str, int] = field(default_factory=dict)
     light: frozenset[str] = frozenset()
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    near: Pins | None = None
     unlimited: bool = False
 
     @cached_property
     def everything(self) -> int:
         return (1 << len(self.names)) - 1
-
-    @cached_property
-    def repeated(self) -> tuple[str, ...]:
-        """Groups that run more than one node: their nodes must share one set of devices."""
-        names = [g for groups in self.groups for g in groups]
-        return tuple(dict.fromkeys(g for g in names if names.count(g) > 1))
 
     @cached_property
     def kinds(self) -> int:
@@ -106,17 +122,21 @@ class Problem:
 
 def downsets(nodes: int, before: tuple[int, ...]) -> list[int]:
     """Every non-empty subset of `nodes` that holds, with a node, its predecessors among `nodes`; smallest first."""
+    return [chosen for layer in downsets_by_size(nodes, before) for chosen in layer]
+
+
+def downsets_by_size(nodes: int, before: tuple[int, ...]) -> Iterator[list[int]]:
+    """The down-sets of one node, of two, and so on; of many nodes that nothing joins there are very many."""
     members = [i for i in range(len(before)) if nodes >> i & 1]
-    found, layer = [], {0}
-    while layer:
+    layer = {0}
+    for _ in members:
         layer = {
             chosen | 1 << i
             for chosen in layer
             for i in members
             if not chosen >> i & 1 and before[i] & nodes & ~chosen == 0
         }
-        found += sorted(layer)
-    return found
+        yield sorted(layer)
 
 
 def independent(part: int, rest: int, before: tuple[int, ...]) -> bool:

@@ -6,33 +6,17 @@ A pipeline is built layer by layer over down-sets, keeping the front of (sum, sl
 collapsed into one number. Everything is memoised, and vectorised over device counts.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from m2flow.sched import _table as tables
 from m2flow.sched._pipelines import held_together, pipelines
-from m2flow.sched._problem import Problem, downsets, independent
+from m2flow.sched._problem import Pins, Problem, downsets, independent
 from m2flow.sched._table import Block, Rows, Table
 
 _FITS = 1.0 + 1e-9
-
-
-@dataclass(frozen=True)
-class Pins:
-    """Groups with several nodes: their units, which of them overlap, and which are offloaded.
-
-    Args:
-        units: By group.
-        clusters: A partition of the groups: devices of two groups of one cluster overlap, else they are disjoint.
-        offloaded: The groups that give their memory back between turns.
-    """
-
-    units: Mapping[str, int]
-    clusters: tuple[frozenset[str], ...] = ()
-    offloaded: frozenset[str] = frozenset()
 
 
 class Search:
@@ -112,7 +96,7 @@ class Search:
     def leaf(self, node: int, chunked: bool, alone: bool, beside: int) -> Table:
         """Ways to run one node, for the whole iteration or for one chunk of every chunk count."""
         problem = self.problem
-        rows = problem.leaves(node, chunked, problem.relevant(1 << node, beside), self._pins.units)
+        rows = problem.leaves(node, chunked, problem.relevant(1 << node, beside), self._pins)
         groups = problem.groups[node]
         pinned = [g for g in groups if g in self._pins.units]
         if pinned:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from m2flow.sched._coarse import BlockLeaves, row_of_code
-from m2flow.sched._problem import Problem
+from m2flow.sched._problem import NO_PINS, Problem
 from m2flow.sched._table import Floats, Rows
 from m2flow.sched._tree import Beside, Leaf, Pipe, Tree
 
@@ -33,7 +33,7 @@ class Stretched:
         self._blocks = tuple(tuple(order[i:j]) for i, j in self._runs)
         self._count = count
         leaves = BlockLeaves(problem, self._blocks)
-        self._rows = [leaves(r, True, 0, {}) for r in range(len(self._runs))]
+        self._rows = [leaves(r, True, 0, NO_PINS) for r in range(len(self._runs))]
         self._picks = [row_of_code(r, problem.grid.size * len(problem.chunk_counts)) for r in self._rows]
 
     @property

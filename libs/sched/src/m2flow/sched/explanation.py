@@ -17,6 +17,7 @@ _MOST = 4.0  # a sensitivity is looked for between a quarter and four times the 
 _STEPS = 6  # in so many steps,
 _CLOSE = 1.005  # of which the first that flips the choice is halved until the number is this close
 _MOST_STAGES = 3
+_SEARCHES = 6  # of a what-if, from the pins of the best plan on
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,12 @@ def explain(request: sched_pb2.ExplainRequest | sched_pb2.PlanRequest) -> sched_
     """
     asked = request.request if isinstance(request, sched_pb2.ExplainRequest) else request
     model = build(asked)
-    candidates, seconds = searched(model)
-    answer = respond(model, candidates, seconds)
+    found, seconds = searched(model)
+    answer = respond(model, found, seconds)
     if not answer.plans:
         return sched_pb2.ExplainResponse(response=answer, text=answer.infeasible)
     response = sched_pb2.ExplainResponse(response=answer)
+    model = replace(model, problem=replace(model.problem, near=found.plans[0].pins))
     base = _best(model)
     assert base is not None
     binding = _binding(model, base)
@@ -69,7 +71,7 @@ def explain(request: sched_pb2.ExplainRequest | sched_pb2.PlanRequest) -> sched_
 
 def _best(model: Model, mode: str = "") -> Choice | None:
     """The best plan of a mode ("" for the one asked for); None if none fits."""
-    best = best_plans(model.problem, mode or model.request.mode, 1)
+    best = best_plans(model.problem, mode or model.request.mode, 1, _SEARCHES).plans
     return Choice(best[0].seconds, best[0].mode, shape(best[0].tree)) if best else None
 
 

@@ -3,17 +3,16 @@
 import time
 
 from m2flow.proto.sched.v1 import sched_pb2
-from m2flow.sched._bound import lower_bound
 from m2flow.sched._build import Model, build
-from m2flow.sched._coarse import is_large
 from m2flow.sched._infeasible import why_infeasible
 from m2flow.sched._placement import estimates, execution_plan
-from m2flow.sched._plans import Candidate, best_plans
+from m2flow.sched._plans import Found, best_plans
 from m2flow.sched._tree import shape
 from m2flow.sched.errors import InfeasibleError, InputError
 from m2flow.sched.simulation import run_plan
 
 NUM_RANKED = 20
+_BEYOND = {"roofline": "a roofline says how its curve goes on", "extrapolated": "its curve is extended"}
 
 
 def plan(request: sched_pb2.PlanRequest) -> sched_pb2.PlanResponse:
@@ -29,8 +28,8 @@ def plan(request: sched_pb2.PlanRequest) -> sched_pb2.PlanResponse:
     Blocks for milliseconds of CPU; see the README for measured figures. Oracle: tests/test_sched_exact.py.
     """
     model = build(request)
-    candidates, seconds = searched(model)
-    return respond(model, candidates, seconds)
+    found, seconds = searched(model)
+    return respond(model, found, seconds)
 
 
 def best_plan(request: sched_pb2.PlanRequest) -> sched_pb2.RankedPlan:
@@ -46,20 +45,24 @@ def best_plan(request: sched_pb2.PlanRequest) -> sched_pb2.RankedPlan:
     return response.plans[0]
 
 
-def searched(model: Model) -> tuple[list[Candidate], float]:
-    """The best candidates of a model and the CPU seconds that finding them took."""
+def searched(model: Model) -> tuple[Found, float]:
+    """The best plans of a model and the CPU seconds that finding them took."""
     start = time.process_time()
-    candidates = best_plans(model.problem, model.request.mode, NUM_RANKED)
-    return candidates, time.process_time() - start
+    found = best_plans(model.problem, model.request.mode, NUM_RANKED)
+    return found, time.process_time() - start
 
 
-def respond(model: Model, candidates: list[Candidate], seconds: float) -> sched_pb2.PlanResponse:
-    """The answer: candidates simulated, the fastest by simulation first, ties by the closed form."""
-    exact = not is_large(model.problem)
-    response = sched_pb2.PlanResponse(search_s=seconds, exact=exact, device_quantum=model.problem.quanta[0])
+def respond(model: Model, found: Found, seconds: float) -> sched_pb2.PlanResponse:
+    """The answer: plans simulated, the fastest by simulation first, ties by the closed form."""
+    response = sched_pb2.PlanResponse(
+        search_s=seconds,
+        exact=found.exact,
+        lower_bound_s=found.lower_bound_s,
+        device_quantum=model.problem.quanta[0],
+    )
     response.notes.extend(model.costs.notes)
     ranked = []
-    for candidate in candidates:
+    for candidate in found.plans:
         plan = execution_plan(model, candidate)
         try:
             simulated = run_plan(model, plan)[0]
@@ -80,18 +83,17 @@ def respond(model: Model, candidates: list[Candidate], seconds: float) -> sched_
     ranked.sort(key=lambda r: r.simulated_s)
     response.plans.extend(ranked)
     if ranked:
-        first = next(c for c in candidates if shape(c.tree) == ranked[0].shape)
+        first = next(c for c in found.plans if shape(c.tree) == ranked[0].shape)
         response.notes.extend(
-            f"{stage}: asked far outside its samples; a roofline goes on from them, right within a factor of two"
+            f"{stage}: asked far outside its samples; {_BEYOND[estimate.origin]}, {estimate.low_s:.3g} to "
+            f"{estimate.high_s:.3g} s a chunk"
             for _, stage, estimate in estimates(model, first.tree)
-            if estimate.origin == "roofline" and model.costs.stages[stage].roof is not None
+            if model.costs.stages[stage].origin == "measured" and estimate.far
         )
-    if candidates:
-        response.lower_bound_s = candidates[0].seconds if exact else lower_bound(model.problem)
-    else:
+    if not found.plans:
         response.infeasible = why_infeasible(model)
     light = model.problem.light
-    if light and candidates:
+    if light and found.plans:
         response.notes.append(
             f"{', '.join(sorted(light))}: the least work of more groups than device units; may share in any mode"
         )

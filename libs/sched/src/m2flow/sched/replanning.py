@@ -48,7 +48,7 @@ def replan(
     """
     model = build(request)
     current_s = run_plan(model, current)[0]
-    candidates, _ = searched(model)
+    candidates = searched(model)[0].plans
     if not candidates:
         return Replan(None, current_s, current_s, "no plan fits; the current one stays")
     plans = [execution_plan(model, c) for c in candidates[:_TRIED]]

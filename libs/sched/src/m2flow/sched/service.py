@@ -6,7 +6,7 @@ as UNAUTHENTICATED and logged.
 
 import hmac
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
 
@@ -67,11 +67,11 @@ def serve(address: str, *, token: str, num_threads: int = 2) -> tuple[grpc.Serve
 
 
 class _Guard(grpc.ServerInterceptor):
-    """Lets through the calls that bring the token."""
+    """Lets through the calls that bring the token; of the others it waits for no message, which would take a thread."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
-        self._refusal: _Handler = grpc.unary_unary_rpc_method_handler(_refuse)
+        self._refusal: _Handler = grpc.stream_stream_rpc_method_handler(_refuse)
 
     def intercept_service(
         self,
@@ -84,7 +84,7 @@ class _Guard(grpc.ServerInterceptor):
         return self._refusal
 
 
-def _refuse(_request: bytes, context: grpc.ServicerContext) -> bytes:
+def _refuse(_requests: "Iterator[bytes]", context: grpc.ServicerContext) -> bytes:
     _log.warning("refused a call of %s: its token is not this run's", context.peer())
     context.abort(
         grpc.StatusCode.UNAUTHENTICATED,

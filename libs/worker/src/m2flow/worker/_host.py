@@ -17,6 +17,7 @@ from m2flow.comm import Endpoint, decode
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.worker._cause import failure_of
 from m2flow.worker._lane import Job, Lane, Reporter, wake
+from m2flow.worker._warm import warm_class
 from m2flow.worker._wire import device_from_proto, group_of
 from m2flow.worker.context import WorkerContext
 from m2flow.worker.target import resolve_target
@@ -67,8 +68,7 @@ class RankHost:
     def _run(self) -> bool:
         order = self._order
         try:
-            cls = resolve_target(order.target)
-            worker = cls(decode(order.config))
+            worker = warm_class(order.target)(decode(order.config))
             worker.context = self.context
             self.context.match_torch_threads()
             worker.setup()

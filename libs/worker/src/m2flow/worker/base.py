@@ -26,6 +26,10 @@ class Worker:
     in_step: ClassVar[bool] = False
     """Whether the ranks move together, as a sharded trainer's do; else they are independent replicas."""
 
+    preload: ClassVar[tuple[str, ...]] = ()
+    """Modules that `setup` imports and the class's own module does not, so that a driver, which only names the class,
+    is spared them: they are imported before its first rank is forked, and ranks start warm."""
+
     context: "WorkerContext"
 
     def __init__(self, config: Any) -> None:

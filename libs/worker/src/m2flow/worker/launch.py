@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from m2flow.comm import Endpoint
+from m2flow.comm.token import check_token
 from m2flow.worker.cluster import Cluster
 from m2flow.worker.errors import LaunchError
 from m2flow.worker.group import WorkerGroup
@@ -38,10 +39,16 @@ _JOIN = "m2flow.worker.launchers._link:GrpcLink"
 
 @dataclass(frozen=True)
 class AgentAddress:
-    """Where an agent that was started by hand waits, "HOST:PORT", and the token that it asks for."""
+    """Where an agent that was started by hand waits, "HOST:PORT", and the token that it asks for.
+
+    Raises ValueError for a token that is empty or not printable ASCII.
+    """
 
     address: str
     token: str
+
+    def __post_init__(self) -> None:
+        check_token(self.token)
 
 
 def find_cluster(launcher: str, cpu_slots: int | None = None) -> Cluster:

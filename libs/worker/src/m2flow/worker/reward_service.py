@@ -4,8 +4,6 @@ The messages are `algos/v1`: a `Trajectory` in, a `Score` out, in order; a score
 brings the service's token as the metadata `m2flow-token`.
 """
 
-import hmac
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,28 +12,27 @@ from typing import Any
 
 import grpc
 
+from m2flow.comm.token import TOKEN_KEY, check_token
 from m2flow.proto.algos.v1 import algos_pb2 as pb
 from m2flow.proto.algos.v1 import algos_pb2_grpc
+from m2flow.worker._tokens import TokenInterceptor
 from m2flow.worker.errors import LaunchError, RewardFailed
 from m2flow.worker.reward import SCORE_ZERO, FailurePolicy, Reward, Rewarder, RewardPool
 
-_TOKEN_KEY = "m2flow-token"
 _FIELDS = ("id", "prompt", "completion", "data_source", "ground_truth", "extra_info")
-_log = logging.getLogger(__name__)
 
 
 class RewardServer(algos_pb2_grpc.RewardServiceServicer):
     """Serves a rewarder at an address such as "127.0.0.1:0", until `close`.
 
-    A call without `token`, of printable ASCII, is refused and logged. The rewarder's policy must be "skip": whoever
-    calls decides what becomes of a failure. Items reach its function as the trajectory's fields, strings all. Raises
-    LaunchError where the address is taken.
+    A call without `token` is refused and logged. The rewarder's policy must be "skip": whoever calls decides what
+    becomes of a failure. Items reach its function as the trajectory's fields, strings all. Raises ValueError for a
+    token that is empty or not printable ASCII, LaunchError where the address is taken.
     """
 
     def __init__(self, rewarder: Rewarder, address: str, *, token: str, max_batches: int = 8) -> None:
         self._rewarder = rewarder
-        self._token = token.encode()
-        self._server = grpc.server(ThreadPoolExecutor(max_batches))
+        self._server = grpc.server(ThreadPoolExecutor(max_batches), interceptors=[TokenInterceptor(token)])
         algos_pb2_grpc.add_RewardServiceServicer_to_server(self, self._server)
         try:
             port = self._server.add_insecure_port(address)
@@ -46,10 +43,6 @@ class RewardServer(algos_pb2_grpc.RewardServiceServicer):
 
     def Score(self, request: pb.ScoreRequest, context: grpc.ServicerContext) -> pb.ScoreResponse:
         """Scores a batch; the method of the service."""
-        brought = str(dict(context.invocation_metadata()).get(_TOKEN_KEY, ""))
-        if not hmac.compare_digest(brought.encode(), self._token):
-            _log.warning("refused a call of %s: its token is not this service's", context.peer())
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, f"got no token of this service as {_TOKEN_KEY!r}: send it")
         items = [{name: getattr(one, name) for name in _FIELDS} for one in request.trajectories]
         rewards = self._rewarder.score(items, timeout_s=request.timeout_s or None)
         return pb.ScoreResponse(
@@ -80,13 +73,16 @@ def serve(target: str, address: str, token: str, num_processes: int) -> None:
 
 
 class RewardClient:
-    """A rewarder that asks a service, whose token it knows and which has `timeout_s` for a whole batch."""
+    """A rewarder that asks a service, whose token it knows and which has `timeout_s` for a whole batch.
+
+    Raises ValueError for a token that is empty or not printable ASCII.
+    """
 
     def __init__(
         self, address: str, *, token: str, timeout_s: float = 60.0, policy: FailurePolicy = SCORE_ZERO
     ) -> None:
         self._address = address
-        self._metadata = ((_TOKEN_KEY, token),)
+        self._metadata = ((TOKEN_KEY, check_token(token)),)
         self._timeout_s = timeout_s
         self._policy = policy
         self._counts: Counter[str] = Counter()

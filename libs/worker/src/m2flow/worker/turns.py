@@ -120,6 +120,28 @@ class LockServer:
             self._release((peer, number))
         elif isinstance(error, PeerLostError):
             self.lose(peer)
+        else:
+            self._refuse((peer, number), error)
+
+    def _refuse(self, asked: tuple[str, int], error: BaseException) -> None:
+        """Fails those who wait for devices whose holder cannot give them back: they would wait for ever."""
+        with self._mutex:
+            stats, now_s = self._table.stats(), self._clock()
+            hold = next((hold for hold in stats.holds if self._asked[hold.request] == asked), None)
+            if hold is None:
+                return
+            self._recalled.discard(hold.request)
+            granted, refused = [], []
+            for waiter in stats.waiters:
+                if waiter.devices & hold.devices:
+                    refused.append((waiter, self._forget(waiter.request)))
+                    granted += self._table.release(waiter.request, now_s=now_s)
+            answers = self._take(granted)
+        for waiter, answer in refused:
+            assert answer is not None
+            where = f"devices {sorted(waiter.devices)}, which {hold.owner} does not give back"
+            answer.set_exception(RuntimeError(f"device lock: {waiter.owner} waits for {where}: {error}"))
+        self._tell(answers)
 
 
 @dataclass(eq=False)

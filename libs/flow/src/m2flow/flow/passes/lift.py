@@ -1,6 +1,7 @@
 """The graph as a micro flow that nothing has been decided about: every stage, glue too, has an inbox of its own."""
 
 from m2flow.flow._drawing import kind_word
+from m2flow.flow.glue import LEFT, SPLIT
 from m2flow.flow.graph import GLUE, Graph
 from m2flow.flow.microflow import Inbox, MicroFlow, MicroGroup, MicroStage, Op
 from m2flow.proto.flow.v1 import flow_pb2 as pb
@@ -25,9 +26,10 @@ def lift(graph: Graph) -> MicroFlow:
 
 def _stage(graph: Graph, stage: pb.Stage) -> MicroStage:
     ports = tuple(dict.fromkeys(stream.producer for stream in graph.inputs(stage.name)))
+    gathers = {gather.name for gather in graph.kinds(pb.STAGE_KIND_GATHER)}
     feedback = tuple(stream.producer for stream in graph.inputs(stage.name, feedback=True))
     if stage.kind in GLUE:
-        ops: tuple[Op, ...] = (_op(stage, ports, _is_silent(graph, stage)),)
+        ops: tuple[Op, ...] = (_op(graph, stage, ports),)
         head = stage.name
     elif len(ports) > 1:  # into the head of a loop: as they arrive
         head = f"enter>{stage.name}"
@@ -41,25 +43,26 @@ def _stage(graph: Graph, stage: pb.Stage) -> MicroStage:
         method=stage.method,
         to=stage.to,
         after=tuple(stage.after),
+        keeps=any(stage.name in loop and not loop & gathers for loop in graph.cycles),
         inbox=Inbox(ports, head, ops, feedback=feedback, window=stage.order_window, epochs=max(1, stage.epochs)),
     )
 
 
-def _is_silent(graph: Graph, stage: pb.Stage) -> bool:
-    """Whether half of a split in a loop says nothing of what it drops, because that goes on by the other half.
+def _reason(graph: Graph, stage: pb.Stage) -> str:
+    """Why what a filter drops goes on as a tombstone, "" where it leaves none.
 
-    It speaks where what it drops leaves the loop that it stays in: the head hears the tombstone, and counts.
+    Half of a split in a loop says nothing of what goes on by the other half, and speaks where what it drops leaves a
+    loop that it stays in: the head hears that, and counts.
     """
     if not stage.branch:
-        return False
-    above = {stream.producer for stream in graph.inputs(stage.name)}
-    split, _, half = stage.name.rpartition(":")
-    other = f"{split}:{'no' if stage.branch == 'yes' else 'yes'}{half.removeprefix(stage.branch)}"
-    leaves = any(stage.name in cycle and other not in cycle for cycle in graph.cycles)
-    return bool(above & graph.in_cycles) and not leaves
+        return stage.name
+    if not {stream.producer for stream in graph.inputs(stage.name)} & graph.in_cycles:
+        return SPLIT
+    other = graph.other_half(stage.name)
+    return LEFT if any(stage.name in loop and other not in loop for loop in graph.cycles) else ""
 
 
-def _op(stage: pb.Stage, ports: tuple[str, ...], silent: bool) -> Op:
+def _op(graph: Graph, stage: pb.Stage, ports: tuple[str, ...]) -> Op:
     quota = stage.HasField("quota")
     return Op(
         name=stage.name,
@@ -68,7 +71,8 @@ def _op(stage: pb.Stage, ports: tuple[str, ...], silent: bool) -> Op:
         function=stage.method,
         by=stage.by,
         branch=stage.branch,
-        silent=silent,
+        looped=stage.name in graph.in_cycles,
+        reason=_reason(graph, stage),
         count=stage.quota.count if quota else 0,
         carry_surplus=quota and stage.quota.carry_surplus,
     )

@@ -10,7 +10,7 @@ ranks move in step, each item is routed by its place at the source: the same ran
 from dataclasses import replace
 
 from m2flow.flow.graph import Graph
-from m2flow.flow.microflow import MicroFlow, MicroStage
+from m2flow.flow.microflow import MicroFlow, MicroStage, Op
 from m2flow.proto.flow.v1 import flow_pb2 as pb
 
 _MEETS = frozenset({pb.STAGE_KIND_GATHER, pb.STAGE_KIND_JOIN, pb.STAGE_KIND_MERGE})
@@ -41,6 +41,7 @@ def _piped(
         eager=eager,
         inbox=replace(
             stage.inbox,
+            ops=tuple(replace(op, local=_is_local(op, graph, num_ranks)) for op in stage.inbox.ops),
             routed=is_routed(graph, stage.name, num_ranks),
             capacity=inbox_capacity(graph, plan, stage.name),
             in_flight=-(-_in_flight(graph, plan, stage.name) // num_ranks),
@@ -56,6 +57,11 @@ def is_routed(graph: Graph, name: str, num_ranks: int) -> bool:
     stays = any(other.name in graph.in_cycles for other in graph.stages_of(stage.group))
     in_step = graph.groups[stage.group].in_step
     return num_ranks > 1 and (meets or stays or in_step or stage.order_window > 0)
+
+
+def _is_local(op: Op, graph: Graph, num_ranks: int) -> bool:
+    """Whether a gather would not see, or not count, what it gathers of several source items."""
+    return op.kind == "gather" and (num_ranks > 1 or op.name in graph.before_quotas)
 
 
 def inbox_capacity(graph: Graph, plan: pb.ExecutionPlan, name: str) -> int:

@@ -1,7 +1,5 @@
 """The agent process of one machine: it serves the driver's session and starts workers through its zygote."""
 
-import hmac
-import logging
 import os
 import queue
 import signal
@@ -15,6 +13,7 @@ import grpc
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.proto.worker.v1 import worker_pb2_grpc
 from m2flow.worker._node import Emit, NodeAgent, RankKey, Ranks
+from m2flow.worker._tokens import TokenInterceptor
 from m2flow.worker._wire import PROTOCOL_VERSION, failure_report, merged
 from m2flow.worker.launchers._boot import Boot
 from m2flow.worker.launchers._control import ControlServer
@@ -23,7 +22,6 @@ from m2flow.worker.launchers._link import GRPC_OPTIONS, session_address
 
 # For the stream's last words: the driver waits for them.
 _GOODBYE_S = 1.0
-_log = logging.getLogger(__name__)
 
 
 class ProcessRanks:
@@ -79,9 +77,8 @@ class ProcessRanks:
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     """Serves one session, after which there is nothing left to serve."""
 
-    def __init__(self, ranks_for: Callable[[Emit], Ranks], token: str, name: str) -> None:
+    def __init__(self, ranks_for: Callable[[Emit], Ranks], name: str) -> None:
         self._ranks_for = ranks_for
-        self._token = token
         self._name = name
         self.ended = threading.Event()
 
@@ -103,9 +100,6 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     def _greet(self, first: pb.SessionRequest | None, context: grpc.ServicerContext) -> None:
         hello = first.hello if first is not None else pb.SessionHello()
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            _log.warning("refused a session of %s: its token is not this agent's", context.peer())
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "session: got another token than this agent's")
         if hello.version != PROTOCOL_VERSION:
             context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -117,8 +111,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 def serve(boot: Boot, zygote: socket.socket) -> None:
     """Serves one session, then ends. Blocks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    service = WorkerService(lambda emit: ProcessRanks(boot, zygote, emit), boot.token, boot.agent)
-    server = grpc.server(ThreadPoolExecutor(4), options=GRPC_OPTIONS)
+    service = WorkerService(lambda emit: ProcessRanks(boot, zygote, emit), boot.agent)
+    server = grpc.server(ThreadPoolExecutor(4), interceptors=[TokenInterceptor(boot.token)], options=GRPC_OPTIONS)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, server)
     address = boot.address or session_address(boot.path, boot.agent)
     port = server.add_insecure_port(address)

@@ -5,7 +5,6 @@ sends writes at once what the socket takes and leaves the rest to that thread, s
 does not read.
 """
 
-import hmac
 import os
 import selectors
 import socket
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from m2flow.comm.token import same_token
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.worker._node import RankKey
 from m2flow.worker._wire import merged
@@ -125,7 +125,7 @@ class ControlServer:
             response = pb.SessionResponse.FromString(frame)
             if not response.HasField("hello") and connection.keys:
                 self._on_response(response)
-            elif hmac.compare_digest(response.hello.token, self._token):
+            elif same_token(response.hello.token, self._token):
                 group, _, rank = response.hello.name.rpartition(".")
                 connection.keys.append((group, int(rank)))
                 self._ranks[group, int(rank)] = connection

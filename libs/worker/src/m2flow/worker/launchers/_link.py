@@ -6,6 +6,7 @@ from pathlib import Path
 
 import grpc
 
+from m2flow.comm.token import TOKEN_KEY
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.proto.worker.v1 import worker_pb2_grpc
 from m2flow.worker._node import addressees
@@ -36,17 +37,16 @@ def session_address(directory: Path, agent: str) -> str:
 class GrpcLink:
     """A session with an agent. `on_response` hears it on a thread of its own; `on_lost` its end, unless closed here."""
 
-    def __init__(self, address: str, wiring: Wiring, *, token: str = "", timeout_s: float = 60.0) -> None:
+    def __init__(self, address: str, wiring: Wiring, *, token: str, timeout_s: float = 60.0) -> None:
         self.host = address.rpartition(":")[0]
         self._outbox: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
         self._wiring = wiring
         self._closing = False
         self.lost = False
         self._channel = grpc.insecure_channel(address, options=GRPC_OPTIONS)
-        hello = pb.SessionHello(version=PROTOCOL_VERSION, token=token or wiring.token, name="driver")
-        self.send(pb.SessionRequest(hello=hello))
+        self.send(pb.SessionRequest(hello=pb.SessionHello(version=PROTOCOL_VERSION, name="driver")))
         self._responses = worker_pb2_grpc.WorkerServiceStub(self._channel).Session(
-            iter(self._outbox.get, None), wait_for_ready=True
+            iter(self._outbox.get, None), wait_for_ready=True, metadata=((TOKEN_KEY, token),)
         )
         self._greeted = threading.Event()
         self._refusal = ""
@@ -93,7 +93,7 @@ class LocalLink(GrpcLink):
 
     def __init__(self, address: str, wiring: Wiring, control: ControlServer) -> None:
         self._control = control
-        super().__init__(address, wiring)
+        super().__init__(address, wiring, token=wiring.token)
         self.host = ""
 
     def send(self, request: pb.SessionRequest) -> None:

@@ -25,6 +25,7 @@ from typing import NoReturn
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.worker._cause import failure_of
 from m2flow.worker._python import MODULE
+from m2flow.worker._warm import warm_class
 from m2flow.worker.errors import LaunchError
 from m2flow.worker.launchers._boot import Boot
 from m2flow.worker.launchers._frames import FrameReader, send_frame
@@ -119,7 +120,7 @@ class Zygote:
                 raise LaunchError(
                     f"got class {order.target}, want {' or '.join(self._boot.allow)}: what is served here"
                 )
-            import_module(order.target.partition(":")[0])
+            warm_class(order.target)
         except BaseException as failure:
             self._say(failure_of(failure, order.group, order.rank, "start", 0))
             self._say(pb.SessionResponse(stopped=pb.Stopped(exit_code=1, group=order.group, rank=order.rank)))

@@ -151,7 +151,9 @@ def connect(nodes: Mapping[str, Sequence[Device]], wiring: Wiring) -> Mapping[st
         ]
         links: dict[str, Link] = {}
         for actor, name, (address, shared) in zip(actors, nodes, _answers(starting), strict=True):
-            link = LocalLink(address, wiring, servers[name]) if shared else GrpcLink(address, wiring)
+            link = (
+                LocalLink(address, wiring, servers[name]) if shared else GrpcLink(address, wiring, token=wiring.token)
+            )
             links[name] = RayLink(actor, link)
     except BaseException:
         for actor in actors:

@@ -19,13 +19,11 @@ def serve(target: str, address: str, token: str) -> None:
 
     Raises ImportError or AttributeError where there is no such class, LaunchError where the address is taken.
     """
-    resolve_target(target)
+    preload = [target.partition(":")[0], *resolve_target(target).preload]
     while True:
         directory = Path(tempfile.mkdtemp(prefix="m2flow-"))
         try:
-            options = AgentOptions(
-                directory, token, address=address, preload=[target.partition(":")[0]], allow=[target]
-            )
+            options = AgentOptions(directory, token, address=address, preload=preload, allow=[target])
             agent = AgentProcess(options)
             try:
                 address = agent.address

@@ -29,7 +29,7 @@ from m2flow.worker.group import WorkerGroup
 from m2flow.worker.launch import launch_run
 from m2flow.worker.session import Session
 from m2flow.worker.spec import GroupSpec
-from m2flow.worker.testing.probe import DropProbe, Probe, RetryProbe
+from m2flow.worker.testing.probe import DropProbe, Probe, RetryProbe, WarmProbe
 from m2flow.worker.testing.sharded import ShardedProbe
 
 Failure = TypeVar("Failure", bound=BaseException)
@@ -81,6 +81,17 @@ class LauncherConformance:
         assert [answer["pid"] for answer in answers] == self.group.pids
         if self.dies:
             assert len(set(self.group.pids)) == 4 // self.ranks_per_process
+
+    def test_what_a_class_preloads_is_imported_once_before_its_ranks_are_set_up(self) -> None:
+        """Not by each of them: a process that is forked from another has what that one has."""
+        group = self.session.start(self.spec(worker=WarmProbe, name="warm"), "0*2")
+        try:
+            importers = set(group.importer().result(30))
+            assert len(importers) == 1
+            if self.dies:
+                assert importers.isdisjoint([os.getpid(), *group.pids])
+        finally:
+            self.session.stop(group)
 
     def test_payload_trees_come_back_as_they_went(self) -> None:
         """No pickle, and nothing lost."""

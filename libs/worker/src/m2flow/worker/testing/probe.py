@@ -119,6 +119,21 @@ class RetryProbe(Probe):
     on_death = "retry"
 
 
+class WarmProbe(Probe):
+    """A probe whose ranks need a module that its own does not import."""
+
+    preload = ("m2flow.worker.testing.preloaded",)
+
+    def setup(self) -> None:
+        """Finds the module there."""
+        super().setup()
+        self.imported_by = int(sys.modules[self.preload[0]].IMPORTED_BY)
+
+    def importer(self) -> int:
+        """The process that imported what it preloads."""
+        return self.imported_by
+
+
 class DropProbe(Probe):
     """A probe that is restarted without its calls."""
 

@@ -1,11 +1,10 @@
-"""A worker whose module brings torch in: its process has torch, with as many threads as it has cores."""
+"""A worker that preloads torch: its process has torch, with as many threads as it has cores."""
 
 import ctypes
 import os
+import sys
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from m2flow.worker.base import Worker
 from m2flow.worker.item import Item
@@ -15,6 +14,8 @@ from m2flow.worker.stage import stage
 class TorchProbe(Worker):
     """Says what torch was told. With `one_thread` in its config it asks for one."""
 
+    preload = ("torch",)
+
     def setup(self) -> None:
         """Asks for what its config says."""
         if (self.config or {}).get("one_thread"):
@@ -22,7 +23,7 @@ class TorchProbe(Worker):
 
     def threads(self) -> dict[str, Any]:
         """The number of torch's threads, and of its cores."""
-        return {"threads": torch.get_num_threads(), "cores": len(os.sched_getaffinity(0))}
+        return {"threads": sys.modules["torch"].get_num_threads(), "cores": len(os.sched_getaffinity(0))}
 
     @stage
     def on_stage_thread(self, items: list[Item]) -> list[Item]:

@@ -262,3 +262,9 @@ def test_what_was_not_searched_is_under_the_bound() -> None:
     answer = plan(request)
     assert not answer.exact
     assert 0.5 * answer.plans[0].searched_s < answer.lower_bound_s < answer.plans[0].searched_s
+
+
+def test_a_group_with_several_stages_that_needs_more_than_there_is_is_named() -> None:
+    request = _three(13, 13, 20)
+    request.cluster.nodes[0].devices[0].count = 12
+    assert "group 'a' needs 13 devices of kind 'cuda', there are 12" in plan(request).infeasible

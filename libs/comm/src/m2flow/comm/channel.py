@@ -371,11 +371,12 @@ def _describe(puts: Sequence[Put], items: comm_pb2.Items) -> None:
     """Writes what items are put with; raises ValueError naming what they cannot be put with."""
     _, ids, iterations, weights, keys, tombstones = zip(*puts, strict=True)
     try:
-        if can_be_summed(weights):
+        distinct = column(weights, 0.0)
+        if can_be_summed(distinct):
             # In place: a message that is given to another's constructor is copied, its items one by one.
             items.ids.extend(column(ids, ""))
             items.keys.extend(column(keys, ""))
-            items.weights.extend(column(weights, 0.0))
+            items.weights.extend(distinct)
             items.tombstones.extend(column(tombstones, ""))
             items.iterations.extend(column(iterations, 0))
             return

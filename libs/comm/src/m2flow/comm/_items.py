@@ -15,10 +15,7 @@ MAX_WEIGHT = 2.0**53
 
 def can_be_summed(weights: Sequence[float]) -> bool:
     """Says whether weights are numbers from 0 to MAX_WEIGHT."""
-    for weight in weights:
-        if not 0 <= weight <= MAX_WEIGHT:
-            return False
-    return True
+    return all(0 <= weight <= MAX_WEIGHT for weight in weights)
 
 
 def column(values: Sequence[_T], default: _T) -> Sequence[_T]:

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from m2flow.comm import Channel, IterationEnded, Lease, PeerLostError
+from m2flow.comm import Channel, IterationEnded, Lease, PeerLostError, TimeoutError_
 from m2flow.flow._mail import ENTERED, parse_id
 from m2flow.flow.errors import RunError
 from m2flow.flow.glue import LEFT, MARKS, Glue, Quota
@@ -173,6 +173,10 @@ class Inbox:
             if not self._flow.comes_back(lost.peer):
                 raise
             time.sleep(_RESTART_S if wait else 0.0)
+            if timeout_s is not None:
+                # It may be given up meanwhile: who asks with a time-out looks for that between its waits.
+                name = self._channel.name
+                raise TimeoutError_(channel=name, key=None, peer=lost.peer, elapsed_s=_RESTART_S) from lost
             return
         for lease in leases:
             self._take(lease)

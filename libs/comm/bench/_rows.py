@@ -1,6 +1,7 @@
 """What every script here shares: roles in processes of their own, and the rows that they report."""
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -100,6 +101,8 @@ def main(
     """Plays a role when told to, else measures, writes the rows and draws what there is to draw."""
     if sys.argv[1:2] == ["--role"]:
         role, name, directory, *arguments = sys.argv[2:]
+        # As the processes of a run do: what is imported is no work for the cycle collector.
+        gc.freeze()
         with Endpoint(Path(directory), name, token=TOKEN, connect_timeout_s=60) as endpoint:
             print(json.dumps(roles[role](endpoint, *arguments)), flush=True)
         return

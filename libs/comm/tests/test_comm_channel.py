@@ -22,6 +22,7 @@ from m2flow.comm import (
     Put,
     TimeoutError_,
 )
+from m2flow.comm._unix import UnixLink
 
 
 @pytest.fixture
@@ -83,6 +84,61 @@ def test_memory_is_not_used_again_while_any_view_of_it_is_kept(ends: Any) -> Non
         producer.put({"x": np.full(100_000, index)}, id=str(index))
         consumer.ack(consumer.get())
     assert view.tolist() == [0, 0, 0, 0]
+
+
+def test_data_goes_from_producer_to_consumer_directly(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, producer, consumer = ends
+    sent_bytes = []
+    send = UnixLink.send
+
+    def count(link: UnixLink, head: bytes, body: bytes, *more: Any, **how: Any) -> None:
+        sent_bytes.append(len(head) + len(body))
+        send(link, head, body, *more, **how)
+
+    monkeypatch.setattr(UnixLink, "send", count)
+    array = np.arange(1 << 20)
+    producer.put(array)
+    assert np.array_equal(consumer.get().item, array)
+    assert host._fabric.pool.size_bytes == 0
+    assert 0 < sum(sent_bytes) < 2_000, "bytes of all three ends' frames, for 8 MiB"
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ({"id": 5}, "got id 5, want a str: give it '5'"),
+        ({"key": "\ud800"}, "got key '.ud800', want one that UTF-8 can spell"),
+        ({"iteration": -1}, "got iteration -1, want 0 or more"),
+        ({"iteration": 0.5}, "got iteration 0.5, want an int"),
+        ({"weight": float("inf")}, "got weight inf, want a number from 0 to"),
+        ({"weight": float("nan")}, "got weight nan"),
+        ({"weight": -1.0}, r"got weight -1\.0"),
+        ({"weight": "1"}, "got weight '1'"),
+    ],
+    ids=str,
+)
+def test_what_an_item_cannot_be_put_with_costs_no_memory(ends: Any, given: dict[str, Any], fault: str) -> None:
+    _, producer, _ = ends
+    with pytest.raises(ValueError, match=f"put: {fault}"):
+        producer.put(np.zeros(100_000), **given)
+    assert producer._connect("host")._lent == {}
+
+
+def test_a_put_has_one_deadline_for_memory_and_for_room(make_endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, producer = make_endpoint("host"), make_endpoint("p")
+    host.host_channel("q", capacity=1, producers=["p"], consumers=["host"])
+    channel = producer.channel("q", host="host")
+    channel.put("first")
+    take = producer._fabric.pool.take
+
+    def late(*size: Any, **how: Any) -> Any:
+        time.sleep(0.4)
+        return take(*size, **how)
+
+    monkeypatch.setattr(producer._fabric.pool, "take", late)
+    with pytest.raises(TimeoutError_, match="channel 'q', key 'k': waited") as caught:
+        channel.put(np.zeros(100_000), key="k", timeout_s=0.3)
+    assert 0.4 <= caught.value.elapsed_s < 0.65
 
 
 def test_put_waits_for_memory_and_says_so_when_it_does_not_come(make_endpoint: Any) -> None:
@@ -234,6 +290,32 @@ def test_async_forms_put_and_take(ends: Any) -> None:
     assert (small, large.shape, last) == ("small", (50_000,), "last")
 
 
+def test_async_forms_commit_end_and_close_and_their_timeouts_name_the_channel(make_endpoint: Any, ends: Any) -> None:
+    _, producer, consumer = ends
+
+    async def main() -> None:
+        assert await consumer.aget_batch(4, at_least=0) == []
+        await producer.aput_many([Put(item=index, iteration=1) for index in range(3)])
+        leases = await consumer.aget_batch(4, at_least=1)
+        with pytest.raises(TimeoutError_, match=r"channel 'q', key 'k': waited 0\.\d+ s for p, p2"):
+            await consumer.aget(key="k", ack=leases, timeout_s=0.02)
+        for _ in range(4):
+            await producer.aput("fills it")
+        with pytest.raises(TimeoutError_, match=r"channel 'q': waited 0\.\d+ s for c, c2"):
+            await producer.aput("one more", timeout_s=0.02)
+        for client in (producer, make_endpoint("p2").channel("q", host="host")):
+            await client.aend(2)
+        with pytest.raises(IterationEnded):
+            await consumer.aget(iteration=2)
+        await producer.aclose()
+        with pytest.raises(ChannelClosedError):
+            await producer.aput("after close")
+        stats = await consumer.astats()
+        assert (stats.acked, stats.queued) == (3, 4)
+
+    asyncio.run(main())
+
+
 def test_an_item_that_cannot_be_encoded_harms_no_one(ends: Any) -> None:
     _, producer, consumer = ends
     with pytest.raises(PayloadError):
@@ -291,6 +373,34 @@ def test_a_channel_may_be_used_before_it_is_hosted(make_endpoint: Any) -> None:
     assert not early.is_alive()
 
 
+def test_what_was_asked_of_a_channel_that_is_not_hosted_yet_ends_with_who_asked(make_endpoint: Any, peer: Any) -> None:
+    host, producer, consumer = make_endpoint("host"), make_endpoint("p"), make_endpoint("c")
+    ask = """
+    import asyncio
+    async def main():
+        asking = asyncio.create_task(endpoint.channel("q", host="host").%s)
+        await asyncio.sleep(0)
+        endpoint.request("host", "asked", "")
+    asyncio.run(main())
+    """
+    asked = threading.Semaphore(0)
+    host.handle("asked", lambda _: asked.release())
+    host.on_peer_lost(lambda _: asked.release())
+    for name, call in (("v", "aget()"), ("p2", "aput(0)")):
+        victim = peer(name, ask % call)
+        assert asked.acquire(timeout=10)
+        victim.kill()
+        assert asked.acquire(timeout=10), "its death was not heard of"
+    puts, gets = producer.channel("q", host="host"), consumer.channel("q", host="host")
+    with pytest.raises(TimeoutError_, match=r"channel 'q': waited 0\.[01]\d+ s for host"):
+        puts.put("too late", timeout_s=0.05)
+    host.host_channel("q", producers=["p", "p2"], consumers=["v", "c"])
+    puts.put("in time")
+    assert gets.get(timeout_s=5).item == "in time"
+    with pytest.raises(PeerLostError, match="'p2' is lost"):
+        gets.get(timeout_s=5)
+
+
 def test_a_dropped_channel_frees_memory_and_tells_those_who_wait(ends: Any) -> None:
     host, producer, consumer = ends
     producer.put(np.zeros(100_000))
@@ -309,7 +419,7 @@ def test_a_dropped_channel_frees_memory_and_tells_those_who_wait(ends: Any) -> N
     thread.join(5)
     assert failed == [ChannelClosedError]
     with pytest.raises(ValueError, match="not hosted here"):
-        host.set_channel_members("q", producers=[], consumers=[])
+        host.announce_successor("q", lost="p", successor="p3")
 
 
 def test_a_producer_dead_without_a_successor_is_named(make_endpoint: Any, ends: Any, peer: Any) -> None:
@@ -320,7 +430,7 @@ def test_a_producer_dead_without_a_successor_is_named(make_endpoint: Any, ends: 
     victim.kill()
     lease = consumer.get(timeout_s=5)
     assert lease.item[-1] == 3.0
-    with pytest.raises(PeerLostError, match="'p2' is lost: it died before it closed channel 'q'") as caught:
+    with pytest.raises(PeerLostError, match="'p2' is lost: it was gone before it closed channel 'q'") as caught:
         consumer.get(timeout_s=5)
     assert caught.value.peer == "p2"
     host.announce_successor("q", lost="p2", successor="p3")
@@ -353,9 +463,8 @@ def test_a_consumer_killed_while_it_asks_for_more_keeps_what_it_has_acknowledged
 
 def test_a_killed_consumers_leases_go_to_another_in_order(ends: Any, peer: Any, make_endpoint: Any) -> None:
     host, _, consumer = ends
-    host.host_channel("w", producers=["p"], consumers=["c", "v"])
+    host.host_channel("w", producers=["p4"], consumers=["c", "v"])
     producer = make_endpoint("p4")
-    host.set_channel_members("w", producers=["p4"], consumers=["c", "v"])
     producer.channel("w", host="host").put_many(
         [Put(item=np.full(20_000, index), id=str(index)) for index in range(64)]
     )

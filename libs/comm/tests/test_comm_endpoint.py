@@ -453,3 +453,25 @@ def test_sending_to_a_stopped_peer_waits_instead_of_growing(make_endpoint: Any, 
     assert 300 < sent < 1000
     stopped.kill()
     assert done.wait(40)
+
+
+def test_time_outs_hold_and_name_the_peer_while_the_quota_is_used_up(make_endpoint: Any) -> None:
+    full, reader = make_endpoint("full", quota_bytes=3 << 20), make_endpoint("reader")
+    array = np.zeros(1 << 17)
+    kept = [full.isend("reader", array) for _ in range(2)]
+    full.handle("poke", lambda _: full.isend("reader", array), prompt=True)
+    with pytest.raises(TimeoutError_, match=r"'x\.y': waited 0\.\d+ s for reader or another reader to let go of"):
+        full.request("reader", "x", "y", array, timeout_s=0.05)
+    with pytest.raises(TimeoutError_, match=r"'send mail': waited 0\.\d+ s for reader or another"):
+        full.send("reader", array, tag="mail", timeout_s=0.05)
+    with pytest.raises(RemoteError, match="TimeoutError_"):
+        reader.request("full", "poke", "", timeout_s=5)
+    assert not any(sent.done() for sent in kept)
+
+
+def test_a_call_that_no_message_can_name_costs_no_memory(make_endpoint: Any) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    with pytest.raises(ValueError, match=r"got 'm2flow\.mail' and 3 for 'b', want two strs"):
+        a.send("b", np.zeros(1 << 17), tag=3)
+    assert a._fabric.connection("b")._lent == {}
+    assert b.name == "b"

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from m2flow.comm._index import Caller, ChannelIndex, Entry, Refusal
+from m2flow.comm._index import Caller, ChannelIndex, Entry, Held, Refusal
 from m2flow.comm._views import Filter
 
 
-class Memory:
+class Memory(Held):
     """A payload that counts how often it was dropped."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Driver:
         self.index.ack(by, asked.leases, give_back=give_back)
 
     def die(self, member: str) -> None:
-        self.index.left(member, member, lost=True)
+        self.index.left(member, member)
 
 
 def test_order_is_kept_and_a_waiting_get_is_served() -> None:
@@ -348,16 +348,19 @@ def test_keys_and_iterations_leave_nothing_behind() -> None:
             q.end(index)
     assert q.index.num_states() == 0
     assert len(q.index._seen) == 0
-    assert len(q.index.members.producers["p"].ended) == 1
+    assert len(q.index.members.producers["p"][0].ended) == 1
 
 
-def test_many_fresh_keys_leave_nothing_behind() -> None:
+def test_many_fresh_keys_leave_nothing_behind_and_their_ids_nothing_once_the_iteration_has_ended() -> None:
     q = Driver()
     for index in range(100_000):
-        q.put("", key=f"k{index}")
+        q.put(str(index), key=f"k{index}")
     for index in range(100_000):
         q.ack(q.get(key=f"k{index}"))
     assert q.index.num_states() == 0
+    assert sum(map(len, q.index._seen.values())) == 100_000
+    q.end(0)
+    assert len(q.index._seen) == 0
     assert len(q.index._queue._views) == 0
 
 
@@ -373,6 +376,130 @@ def test_a_route_puts_a_key_on_one_consumer_for_as_long_as_it_lives() -> None:
     q.die("c")
     rest = [q.get(by="d").ids[0] for _ in owner]
     assert sorted(rest) == sorted(owner)
+
+
+@pytest.mark.parametrize("back", ["c", "d"])
+def test_who_returns_first_takes_what_was_for_those_who_are_dead(back: str) -> None:
+    q = Driver(route="by_key")
+    q.put(*"abcdefgh", key="")
+    for key in "abcdefgh":
+        q.put(f"of {key}", key=key)
+    q.die("c")
+    q.die("d")
+    assert len([q.get(by=back).ids for _ in range(16)]) == 16
+    assert q.index.num_queued == 0
+
+
+def test_a_key_goes_home_with_its_consumer() -> None:
+    q = Driver(route="by_key")
+    mine = [key for key in "abcdefgh" if q.index.members.route_of(key) == "c"]
+    q.put(*mine[:1], key=mine[0])
+    q.die("c")
+    q.put("2", key=mine[0])
+    waiting = q.get(by="c", key="other")
+    assert waiting.waits
+    assert [q.get(by="c").ids for _ in range(2)] == [[mine[0]], ["2"]]
+    assert q.get(by="d").waits
+
+
+def test_the_end_of_an_earlier_life_is_no_death_of_the_next() -> None:
+    q = Driver(route="by_key")
+    key = next(key for key in "abcdefgh" if q.index.members.route_of(key) == "c")
+    waiting = q.get()
+    q.index.left("an earlier connection", "c")
+    q.put("1", key=key)
+    assert waiting.ids == ["1"]
+    q.index.left("an earlier connection", "p")
+    assert q.get().waits
+
+
+def test_a_successor_goes_on_where_the_other_left_off() -> None:
+    q = Driver()
+    q.put("1", "2", iteration=0)
+    q.end(0)
+    tail = q.get(8, iteration=0)
+    q.ack(tail)
+    q.die("p")
+    q.index.announce_successor("p", "p2")
+    assert q.get(iteration=0).refused == "IterationEnded"
+    assert q.put("1", by="p2", iteration=0).refused == "CommError"
+    assert q.put("1", by="p2", iteration=1).ids == []
+    assert q.put("1", iteration=1).refused == "CommError", "its place is taken"
+    q.die("p2")
+    q.get(iteration=1)
+    lost = q.get()
+    assert lost.answers[0][1] == Refusal("PeerLostError", peers=("p2",))
+
+
+def test_a_producer_that_follows_another_answers_for_both() -> None:
+    q = Driver(producers=["p", "r"])
+    q.end(0)
+    q.end(1)
+    q.end(0, by="r")
+    q.die("r")
+    q.index.announce_successor("r", "p")
+    assert q.get(iteration=0).refused == "IterationEnded"
+    waiting = q.get(iteration=1)
+    assert waiting.waits
+    q.put("1", iteration=1)
+    assert waiting.ids == ["1"]
+    q.end(1)
+    assert q.get(iteration=1).refused == "IterationEnded"
+
+
+def test_only_a_producer_can_be_followed() -> None:
+    q = Driver()
+    with pytest.raises(ValueError, match="got 'x' to be followed, want one of the producers p"):
+        q.index.announce_successor("x", "p2")
+    assert q.put("1", by="p2").refused == "CommError"
+
+
+def test_a_producer_that_is_gone_before_it_has_put_is_named_until_it_is_back() -> None:
+    q = Driver()
+    waiting = q.get()
+    q.die("p")
+    assert waiting.refused == "PeerLostError"
+    q.put("1")
+    assert q.get().ids == ["1"]
+    assert q.get().waits
+
+
+def test_the_last_consumer_to_close_ends_what_waits() -> None:
+    q = Driver(capacity=1)
+    q.put("1", key="k")
+    put, get = q.put("2"), q.get(by="d", key="other")
+    q.close(by="c")
+    assert put.waits
+    q.close(by="d")
+    assert get.refused == "ChannelClosedError"
+    assert put.refused == "ChannelClosedError"
+    assert q.get().ids == ["1"], "one that comes back finds what is queued"
+    assert q.put("3").ids == []
+
+
+def test_a_lease_of_an_earlier_channel_of_this_name_is_unknown() -> None:
+    earlier, q = Driver(), Driver()
+    earlier.put("old")
+    q.put("new")
+    old, _ = earlier.get(), q.get()
+    q.ack(old)
+    assert q.index.num_leased == 1
+
+
+def test_consumers_that_pull_are_balanced_by_their_own_speed() -> None:
+    q = Driver(capacity=4)
+    seconds = {"c": 1, "d": 4}
+    taken = dict.fromkeys(seconds, 0)
+    free_at, held = dict.fromkeys(seconds, 0), {}
+    for index in range(1000):
+        q.put(str(index))
+        consumer = min(free_at, key=lambda name: free_at[name])
+        if consumer in held:
+            q.ack(held[consumer], by=consumer)
+        held[consumer] = q.get(by=consumer)
+        taken[consumer] += len(held[consumer].ids)
+        free_at[consumer] += seconds[consumer]
+    assert sum(taken.values()) / max(free_at.values()) >= 0.9 * (1 + 1 / 4)
 
 
 def test_strangers_are_refused() -> None:

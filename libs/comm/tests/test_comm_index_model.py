@@ -1,22 +1,22 @@
 """The index of a channel under any order of events: nothing is lost, nothing doubled, nobody sleeps beside an item."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from m2flow.comm._index import Caller, ChannelIndex, Entry, Refusal
+from m2flow.comm._index import Caller, ChannelIndex, Entry, Held, Refusal
 from m2flow.comm._views import Filter
 
-PRODUCERS, CONSUMERS = ["p", "q"], ["c", "d"]
+PRODUCERS, SPARES, CONSUMERS = ["p", "q"], ["r", "s"], ["c", "d", "e"]
 CAPACITY = 5
-keys = st.sampled_from(["", "k", "l"])
+keys = st.sampled_from(["", "k", "l", "m"])
 iterations = st.integers(0, 2)
 
 
-class Memory:
+class Memory(Held):
     def __init__(self) -> None:
         self.drops = 0
 
@@ -24,71 +24,99 @@ class Memory:
         self.drops += 1
 
 
+class Owed:
+    """What one of the declared producers owes, and who may put it."""
+
+    def __init__(self, name: str) -> None:
+        self.names = [name]
+        self.ended: set[int] = set()
+        self.closed = False
+        self.lost = False
+
+
 class Get:
     """A get that was asked; `answered` once it was."""
 
-    def __init__(self, member: str, session: int, wanted: Filter, weight: float) -> None:
-        self.member, self.session, self.wanted, self.weight = member, session, wanted, weight
+    def __init__(self, member: str, wanted: Filter, weight: float) -> None:
+        self.member, self.wanted, self.weight = member, wanted, weight
         self.answered = False
 
 
 class ChannelMachine(RuleBasedStateMachine):
+    route: Literal["any", "by_key"] = "any"
+
     def __init__(self) -> None:
         super().__init__()
-        self.index = ChannelIndex("q", capacity=CAPACITY, producers=PRODUCERS, consumers=CONSUMERS)
+        self.index = ChannelIndex("q", capacity=CAPACITY, producers=PRODUCERS, consumers=CONSUMERS, route=self.route)
         self.requests = 0
-        self.sessions = dict.fromkeys(PRODUCERS + CONSUMERS, 0)
+        self.sessions = dict.fromkeys(PRODUCERS + SPARES + CONSUMERS, 0)
         self.memories: dict[tuple[int, str], Memory] = {}
-        self.accepted: list[tuple[int, str]] = []
-        self.offered: dict[int, list[Entry]] = {}
-        self.doubles: list[Memory] = []
+        self.offered: list[Entry] = []
         self.held: dict[str, list[Entry]] = {name: [] for name in CONSUMERS}
         self.acked: set[tuple[int, str]] = set()
         self.gets: list[Get] = []
-        self.ended: dict[str, set[int]] = {name: set() for name in PRODUCERS}
+        self.owed = [Owed(name) for name in PRODUCERS]
+        self.closed: set[str] = set()
+        self.dead: set[str] = set()
+        self.takes: dict[tuple[frozenset[str], str], str] = {}
 
     def session(self, member: str) -> tuple[str, int]:
         return member, self.sessions[member]
 
-    @rule(member=st.sampled_from(PRODUCERS), count=st.integers(1, 3), key=keys, iteration=iterations, data=st.data())
-    def put(self, member: str, count: int, key: str, iteration: int, data: st.DataObject) -> None:
+    def owed_by(self, member: str) -> list[Owed]:
+        return [owed for owed in self.owed if member in owed.names]
+
+    def over(self, iteration: int) -> bool:
+        return all(owed.closed or iteration in owed.ended for owed in self.owed) and any(
+            iteration in owed.ended for owed in self.owed
+        )
+
+    def living(self) -> frozenset[str]:
+        return frozenset(CONSUMERS) - self.closed - self.dead
+
+    def wanted_by(self, get: Get) -> Filter:
+        return get.wanted._replace(route=get.member if self.route == "by_key" else "")
+
+    @rule(
+        member=st.sampled_from(PRODUCERS * 3 + SPARES),
+        count=st.integers(1, 3),
+        key=keys,
+        iteration=iterations,
+        wait=st.booleans(),
+        data=st.data(),
+    )
+    def put(self, member: str, count: int, key: str, iteration: int, wait: bool, data: st.DataObject) -> None:
         self.requests += 1
         entries = []
         for _ in range(count):
-            name = f"{member}{data.draw(st.integers(0, 30))}"
+            name = (
+                f"{self.owed_by(member)[0].names[0] if self.owed_by(member) else member}{data.draw(st.integers(0, 30))}"
+            )
             weight = data.draw(st.sampled_from([0.5, 1.0, 2.0, 9.0]))
             entries.append(Entry(name, key, weight, iteration, member, "", Memory()))
-        self.offered[self.requests] = list(entries)
-        request = self.requests
+        answers: list[Refusal | None] = []
 
         def answer(found: Sequence[Entry], refusal: Refusal | None) -> None:
-            offered = self.offered.pop(request)
-            if refusal is not None:
-                assert refusal.type in ("CommError", "TimeoutError_")
+            assert not answers, "answered twice"
+            answers.append(refusal)
+            assert refusal is None or refusal.type in wrong or refusal.type in ("TimeoutError_", "ChannelClosedError")
 
-            for entry in offered:
-                self._note(entry)
-
-        wait = data.draw(st.booleans())
-        caller = Caller(self.session(member), member, request, answer)
-        if not wait and self.index.num_queued + count > CAPACITY:
-            self.offered.pop(request)
-            refused: list[Any] = []
-            self.index.put(caller._replace(answer=lambda found, refusal: refused.append(refusal)), entries, wait=False)
-            assert refused[0] is not None
+        owed = self.owed_by(member)
+        wrong: tuple[str, ...] = ()
+        if not owed or self.over(iteration):
+            wrong = ("CommError",)
+        if owed and (all(part.closed for part in owed) or self.closed == set(CONSUMERS)):
+            wrong = ("ChannelClosedError",)
+        if not wrong and not wait and (self.index.num_queued + count > CAPACITY or self.index.num_waiting_puts):
+            wrong = ("ChannelFullError",)
+        self.offered += entries
+        self.index.put(Caller(self.session(member), member, self.requests, answer), entries, wait=wait)
+        if wrong:
+            assert answers[0] is not None
             return
-        self.index.put(caller, entries, wait=wait)
-        for entry in self.offered.get(request, []):
-            self._note(entry)
-
-    def _note(self, entry: Entry) -> None:
-        """Learns which of the offered entries the index took in: those that have an order."""
-        identity = (entry.iteration, entry.id)
-        memory = entry.payload
-        assert isinstance(memory, Memory)
-        if entry.order and identity not in self.memories:
-            self.memories[identity] = memory
-            self.accepted.append(identity)
+        assert wait or answers, "asked not to wait, and waits"
+        for part in owed:
+            part.lost = False
 
     @rule(
         member=st.sampled_from(CONSUMERS),
@@ -100,8 +128,9 @@ class ChannelMachine(RuleBasedStateMachine):
     def get(self, member: str, key: str | None, iteration: int | None, weight: float, at_least: float | None) -> None:
         self.requests += 1
         at_least = at_least if weight else None
-        enough = weight if at_least is None else at_least
-        get = Get(member, self.sessions[member], Filter(key, iteration), enough)
+        get = Get(member, Filter(key, iteration), weight if at_least is None else at_least)
+        self.closed.discard(member)
+        self.dead.discard(member)
 
         def answer(found: Sequence[Entry], refusal: Refusal | None) -> None:
             assert not get.answered, "answered twice"
@@ -114,10 +143,18 @@ class ChannelMachine(RuleBasedStateMachine):
             for entry in found:
                 assert key in (None, entry.key)
                 assert iteration in (None, entry.iteration)
+                if self.route == "by_key":
+                    # Who takes a key depends on nothing but who lives.
+                    assert self.takes.setdefault((self.living(), entry.key), member) == member
             self.held[member] += found
-            if refusal is not None and refusal.type == "IterationEnded":
-                assert iteration is not None
-                assert all(iteration in done for done in self.ended.values())
+            match refusal.type if refusal else None:
+                case "IterationEnded":
+                    assert iteration is not None
+                    assert self.over(iteration)
+                case "PeerLostError":
+                    assert any(owed.lost and not owed.closed for owed in self.owed)
+                case "ChannelClosedError":
+                    assert member in self.closed or all(owed.closed for owed in self.owed)
 
         self.gets.append(get)
         caller = Caller(self.session(member), member, self.requests, answer)
@@ -138,31 +175,71 @@ class ChannelMachine(RuleBasedStateMachine):
             self.acked |= {(entry.iteration, entry.id) for entry in chosen}
 
     @rule(member=st.sampled_from(CONSUMERS))
-    def consumer_dies(self, member: str) -> None:
+    def consumer_leaves(self, member: str) -> None:
         session = self.session(member)
         self.sessions[member] += 1
         self.held[member] = []
         self.gets = [get for get in self.gets if get.member != member]
-        self.index.left(session, member, lost=True)
+        self.dead.add(member)
+        self.index.left(session, member)
 
-    @rule(member=st.sampled_from(PRODUCERS), iteration=iterations)
+    @rule(member=st.sampled_from(PRODUCERS + SPARES))
+    def producer_leaves(self, member: str) -> None:
+        session = self.session(member)
+        self.sessions[member] += 1
+        for owed in self.owed_by(member):
+            if len(owed.names) > 1:
+                owed.names.remove(member)
+            else:
+                owed.lost = True
+        self.index.left(session, member)
+
+    @rule(lost=st.sampled_from(PRODUCERS + SPARES), successor=st.sampled_from(PRODUCERS + SPARES))
+    def announce_successor(self, lost: str, successor: str) -> None:
+        followed = self.owed_by(lost)
+        if not followed:
+            return
+        self.index.announce_successor(lost, successor)
+        for owed in followed:
+            owed.names = [successor] if owed.lost else [*owed.names, successor]
+            owed.lost = False
+
+    @rule(member=st.sampled_from(PRODUCERS + SPARES), iteration=iterations)
     def end(self, member: str, iteration: int) -> None:
-        self.ended[member].add(iteration)
+        for owed in self.owed_by(member):
+            owed.ended.add(iteration)
+            owed.lost = False
         answered: list[Any] = []
         caller = Caller(self.session(member), member, 0, lambda found, refusal: answered.append(refusal))
+        expected = bool(self.owed_by(member))
         self.index.end(caller, iteration)
+        assert [refusal is None for refusal in answered] == [expected]
+
+    @rule(member=st.sampled_from(PRODUCERS + CONSUMERS))
+    def close(self, member: str) -> None:
+        if member in PRODUCERS and not self.owed_by(member):
+            return
+        for owed in self.owed_by(member):
+            owed.closed = True
+        if member in CONSUMERS:
+            self.held[member] = []
+            self.closed.add(member)
+        answered: list[Any] = []
+        caller = Caller(self.session(member), member, 0, lambda found, refusal: answered.append(refusal))
+        self.index.close(caller)
         assert answered == [None]
 
     @rule()
     def cancel_last(self) -> None:
-        for member in PRODUCERS + CONSUMERS:
+        for member in self.sessions:
             self.index.cancel(self.session(member), self.requests)
 
     @invariant()
     def every_item_is_in_one_place(self) -> None:
-        for entries in self.offered.values():
-            for entry in entries:
-                self._note(entry)
+        for entry in self.offered:
+            if entry.order:
+                assert isinstance(entry.payload, Memory)
+                self.memories[entry.iteration, entry.id] = entry.payload
         queued = [(entry.iteration, entry.id) for entry in self.index._queue.all()]
         held = [(entry.iteration, entry.id) for entries in self.held.values() for entry in entries]
         everywhere = [*queued, *held, *self.acked]
@@ -171,16 +248,36 @@ class ChannelMachine(RuleBasedStateMachine):
         assert self.index.counts.put == len(everywhere)
 
     @invariant()
-    def memory_is_dropped_once_and_only_when_acknowledged(self) -> None:
-        for identity, memory in self.memories.items():
-            assert memory.drops == (identity in self.acked)
+    def memory_is_dropped_once_and_only_when_nobody_will_take_it(self) -> None:
+        waiting = [entry for put in self.index._waiting.puts for entry in put.entries]
+        for entry in self.offered:
+            memory: Any = entry.payload
+            done = (entry.iteration, entry.id) in self.acked if entry.order else entry not in waiting
+            assert memory.drops == done
 
     @invariant()
-    def nobody_sleeps_beside_an_item(self) -> None:
+    def nobody_sleeps_beside_an_item_or_for_nothing(self) -> None:
         for get in self.gets:
-            view = self.index._queue.view(get.wanted)
-            if not get.answered and view is not None:
+            if get.answered:
+                continue
+            view = self.index._queue.view(self.wanted_by(get))
+            iteration = get.wanted.iteration
+            if view is not None:
                 assert get.weight > sum(entry.weight for entry in view) - 1e-6
+            else:
+                assert iteration is None or not self.over(iteration)
+                assert not all(owed.closed for owed in self.owed)
+                assert not any(
+                    owed.lost and not owed.closed and (iteration is None or iteration not in owed.ended)
+                    for owed in self.owed
+                )
+        if self.closed == set(CONSUMERS):
+            assert self.index.num_waiting_puts == 0
+
+    @invariant()
+    def each_queued_item_is_for_one_who_lives(self) -> None:
+        if self.route == "by_key" and self.living():
+            assert all(entry.filters[0].route in self.living() for entry in self.index._queue.all())
 
     @invariant()
     def sums_are_those_of_the_entries(self) -> None:
@@ -189,5 +286,12 @@ class ChannelMachine(RuleBasedStateMachine):
         assert self.index.num_queued <= CAPACITY + self.index.counts.regiven
 
 
+class ByKeyMachine(ChannelMachine):
+    route = "by_key"
+
+
 TestChannelMachine = ChannelMachine.TestCase
-TestChannelMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestByKeyMachine = ByKeyMachine.TestCase
+TestChannelMachine.settings = TestByKeyMachine.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)

@@ -11,8 +11,8 @@ from m2flow.proto.flow.v1 import flow_pb2 as pb
 class Slow:
     """A worker whose stages take random time and pass items on.
 
-    "expand*" makes three children of each, "pull*" takes its items from an inbox, "turn*" is where an item of a loop
-    uses up one of its one to three rounds.
+    "expand*" makes three children of each, "pull*" takes its items from an inbox, "lossy*" drops some, "turn*" is where
+    an item of a loop uses up one of its one to three rounds.
     """
 
     def __init__(self, world, chance, journal, context):
@@ -46,6 +46,8 @@ class Slow:
             self.world.sleep(self.chance.choice([0.0, 0.5]))
             if method.startswith("expand"):
                 return self._expand(items, method)
+            if method.startswith("lossy"):
+                return [item.as_tombstone("lost") if is_lost(item.seq) else item for item in items]
             if method.startswith("turn"):
                 return [item.with_fields(left=(item.fields.get("left") or rounds(item.seq)) - 1) for item in items]
             return list(items)
@@ -72,6 +74,11 @@ def rounds(seq):
     return 1 + sum(seq) % 3
 
 
+def is_lost(seq):
+    """Whether a lossy stage drops what is at a place: all that comes of some source items, of others one child."""
+    return seq[0] % 4 == 2 or seq[1:] == (0,)
+
+
 def is_kept(item):
     """Whether an item passes a filter or a quota."""
     return sum(item.seq) % 4 != 2
@@ -80,6 +87,11 @@ def is_kept(item):
 def is_odd_place(item):
     """Whether an item goes the first way of two."""
     return item.seq[-1] % 2 == 1
+
+
+def as_its_members(group):
+    """A group with as many rounds left as its members, which know it from before they were made."""
+    return group.with_fields(left=group.members[0].fields["left"])
 
 
 @dataclass
@@ -100,6 +112,8 @@ class Step:
         """How many items of those that come of a place each stage is given."""
         children = [(*seq, index) for index in range(3)]
         again = range(1, rounds(seq))  # the rounds that are left whenever an item goes back
+        ways_back = min(len(again), 1) if is_lost(seq) else len(again)
+        turns = ways_back + (not is_lost(seq) or not again)
         return {
             "expand": [1, 3],
             "sift": [1, sum(sum(child) % 4 != 2 for child in children)],
@@ -108,6 +122,9 @@ class Step:
             "late": [rounds(seq), len(again)],
             "feeds": [rounds(seq), sum(left % 2 for left in again), sum(1 - left % 2 for left in again)],
             "inner": [rounds(seq), 1 + sum(1 - left % 2 for left in again)],
+            "bury": [turns, ways_back],
+            "brood": [turns, ways_back, 3 * ways_back],
+            "fork": [rounds(seq), rounds(seq), 3 * rounds(seq)],
             "epochs": [2],
         }.get(self.kind, [1] * len(self.stages))
 
@@ -160,6 +177,23 @@ def inner(step, flow, stream, turn, outside):
     return done
 
 
+def fork(step, flow, stream, turn, one, other):
+    """What an item becomes in a loop is gathered there."""
+    head = flow.loop(stream)
+    whole = flow.gather(other(one(turn(head))), by=step.stages[1][1])
+    again, done = flow.split(goes_round, flow.map(as_its_members, whole))
+    head.feed(again)
+    return done
+
+
+def brood(step, flow, stream, turn, one, lossy):
+    """What an item becomes on its way back is gathered at the head, if it lives."""
+    head = flow.loop(stream)
+    again, done = flow.split(goes_round, turn(head))
+    head.feed(flow.map(as_its_members, flow.gather(lossy(one(again)), by=step.stages[1][1])))
+    return done
+
+
 def quota(step, flow, stream, one):
     return one(flow.first(step.count, stream, where=is_kept, carry_surplus=step.carries))
 
@@ -178,6 +212,10 @@ BUILD = {
     "late": late,
     "feeds": feeds,
     "inner": inner,
+    "fork": fork,
+    "bury": late,
+    "brood": brood,
+    "lossy": lambda step, flow, stream, one: one(stream),
     "quota": quota,
 }
 
@@ -197,6 +235,10 @@ METHODS = {
     "late": ["turn", "rest"],
     "inner": ["turn", "rest"],
     "feeds": ["turn", "rest", "third"],
+    "fork": ["turn", "expand", "rest"],
+    "bury": ["turn", "lossy"],
+    "brood": ["turn", "expand", "lossy"],
+    "lossy": ["lossy"],
 }
 
 
@@ -238,6 +280,10 @@ class Case:
                     given[method] += visits
             if step.kind == "epochs":
                 places = sorted(2 * places)
+            if step.kind == "lossy":
+                places = [seq for seq in places if not is_lost(seq)]
+            if step.kind in ("bury", "brood"):
+                places = [seq for seq in places if not is_lost(seq) or rounds(seq) == 1]
         return places, given, surplus
 
 

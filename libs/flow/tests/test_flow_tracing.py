@@ -232,16 +232,18 @@ def test_what_would_wait_for_the_end_of_its_own_loop_is_refused(wrap, message):
         in_loop(wrap)
 
 
-def test_weights_of_a_group_in_a_loop_leave_after_all_of_the_loop():
+def test_what_follows_a_loop_comes_after_all_of_it():
     def program(flow, rollout, actor):
         head = flow.loop(flow.source("p"))
         again, done = flow.split(goes_round, actor.train(head))
-        head.feed(rollout.generate(again))
+        head.feed(rollout.generate(rollout.generate(rollout.generate(again))))
         flow.publish(actor, to=rollout)
-        return done
+        return actor.logprobs(done)
 
     order = traced(program).order
-    assert order.index("publish:actor->rollout") > order.index("rollout.generate")
+    last = order.index("rollout.generate#3")
+    assert order.index("publish:actor->rollout") > last
+    assert order.index("actor.logprobs") > last
 
 
 @pytest.mark.parametrize(

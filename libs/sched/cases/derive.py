@@ -185,9 +185,8 @@ def training(work: Reasoning, items: float, devices: int) -> float:
 
 def sampled(stage: str, seconds: Seconds, items: int, devices: int, split: int) -> list[str]:
     lines = []
-    for count in (devices // 8, devices // 2, devices):
-        count = max(count // split * split, split)
-        for part in (items, items // 4, items // 16):
+    for count in sorted({max(devices // part // split * split, split) for part in (64, 8, 2, 1)}):
+        for part in (items, items // 4, items // 16, items // 64):
             value = seconds(part, count)
             lines.append(f"  - {{stage: {stage}, devices: {count}, items: {part}, seconds: {value:.5g}}}")
     return lines

@@ -307,3 +307,25 @@ def test_lengths_seen_beside_others_are_lengths() -> None:
     model = fit_stage(alone, lengths=alone + long)
     assert model.estimate(16, 4).seconds == pytest.approx(_truth(4, 64), rel=0.02)
     assert slowdown(fit_corun(long, {"s": model}), "s", frozenset({"a"})) == pytest.approx(1.2, rel=0.02)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_64_gpus_asked_on_a_laptop_are_an_estimate_with_its_range(
+    make_request: Callable[..., sched_pb2.PlanRequest], known: bool
+) -> None:
+    """Measured on one to four cores, asked of 64 devices of 14,000 times the FLOP/s."""
+    request = make_request(64)
+    for sample in request.profile.samples:
+        sample.devices = min(sample.devices, 4)
+    if known:
+        request.profile.measured_on.CopyFrom(named_device("cpu-core"))
+        request.cluster.nodes[0].devices[0].MergeFrom(named_device("h100-sxm"))
+        request.cluster.nodes[0].devices[0].count = 64
+        for stage, phase in (("rollout.generate", sched_pb2.PHASE_GENERATE), ("actor.train", sched_pb2.PHASE_TRAIN)):
+            request.profile.models.add(
+                stage=stage, transformer=LLAMA_8B, phase=phase, prompt_tokens=512, new_tokens=512
+            )
+    notes = plan(request).notes
+    for stage in ("rollout.generate", "actor.train"):
+        (said,) = [note for note in notes if note.startswith(f"{stage}: ")]
+        assert ("a roofline of cuda, right within a factor of two" if known else "its curve is extended, ") in said

@@ -198,6 +198,24 @@ def test_a_join_costs_nothing_and_passes_each_item_once() -> None:
     }
 
 
+def test_links_carry_what_was_not_measured(make_request: Make) -> None:
+    """512 items of 1 GB between rollout and reward take 512 s over 1 GB/s in the node, twice that over half of it."""
+    request = make_request(8, mode="temporal")
+    request.profile.transfer_latency_s = 0
+    free = plan(request).lower_bound_s
+    stream = next(s for s in request.workflow.streams if s.consumer == "reward.score")
+    stream.item_bytes = 1e9
+    volume = 512
+    request.cluster.nodes[0].link_bytes_per_s = 1e9
+    assert plan(request).lower_bound_s == pytest.approx(free + volume)
+    request.cluster.nodes[0].devices[0].count = 4
+    request.cluster.nodes[0].count = 2
+    request.cluster.network_bytes_per_s = 0.5e9
+    assert plan(request).lower_bound_s == pytest.approx(free + 2 * volume)
+    request.profile.transfer_bytes_per_s = 1e12  # measured
+    assert plan(request).lower_bound_s == pytest.approx(free + volume / 1e3)
+
+
 def _three(least: int, most: int, devices: int) -> sched_pb2.PlanRequest:
     """a1, b, a2 in a chain, of groups a, b and a; a takes `least` to `most` devices, an item of a1 and b 0.3 s."""
     graph = flow_pb2.WorkflowGraph(name="again", source_items=64)
@@ -244,3 +262,9 @@ def test_what_was_not_searched_is_under_the_bound() -> None:
     answer = plan(request)
     assert not answer.exact
     assert 0.5 * answer.plans[0].searched_s < answer.lower_bound_s < answer.plans[0].searched_s
+
+
+def test_a_group_with_several_stages_that_needs_more_than_there_is_is_named() -> None:
+    request = _three(13, 13, 20)
+    request.cluster.nodes[0].devices[0].count = 12
+    assert "group 'a' needs 13 devices of kind 'cuda', there are 12" in plan(request).infeasible

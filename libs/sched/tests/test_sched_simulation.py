@@ -259,3 +259,16 @@ def test_a_producer_goes_on_when_its_consumer_makes_room() -> None:
     chosen = _by_hand([([0], 16, False), ([1], 16, False)])
     chosen.edges.add(producer="s0", consumer="s1", capacity=16)
     assert _starts_s(request, chosen, "s0") == pytest.approx([0, 16, 32, 48])
+
+
+def test_a_stage_that_others_of_its_layer_hold_up_may_be_a_chunk_further_ahead() -> None:
+    """s0 may run two chunks ahead of s3; s1, behind it, is then not held up by s3 as well."""
+    request = _work(["g0", "g1", "g2", "g3"], 1, 2)
+    del request.workflow.streams[:]
+    for first, second in ((0, 3), (1, 2), (1, 3), (2, 3)):
+        request.workflow.streams.add(producer=f"s{first}", consumer=f"s{second}")
+    each = {"s0": 0.87, "s1": 1.27, "s2": 0.57, "s3": 1.07}
+    for sample in request.profile.samples:
+        sample.seconds = each[sample.stage] * sample.items
+    pipe = next(p for p in plan(request).plans if p.shape == "((s0 ; s1) | (s2 ; s3)) x64")
+    assert pipe.simulated_s == pytest.approx(pipe.searched_s, rel=0.02)

@@ -217,7 +217,6 @@ def cluster_spec(cluster: Cluster) -> sched_pb2.ClusterSpec:
         for kind in dict.fromkeys(device.kind for device in devices):
             alike = [device for device in devices if device.kind == kind]
             node.devices.add(kind=kind, count=len(alike), memory_bytes=min(device.memory_bytes for device in alike))
-        node.memory_bytes = sum(device.memory_bytes for device in devices if device.kind == "cpu")
     return spec
 
 

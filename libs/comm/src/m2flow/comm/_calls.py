@@ -85,7 +85,13 @@ class CallServer:
             submit()
             return
         refusal = LookupError(f"no service {message.service!r} here, want one of {sorted(self._handlers)}")
-        self._parking.park(message.service, submit, partial(self._fail, connection, request_id, refusal))
+        refuse = partial(self._fail, connection, request_id, refusal)
+        session = connection.session
+        self._parking.park(message.service, session, request_id, retry=submit, expire=refuse, withdraw=refuse)
+
+    def on_gone(self, connection: Connection) -> None:
+        """Takes note of a connection that is gone: what it asked of services that are not there is not run."""
+        self._parking.left(connection.session)
 
     def on_prompt_call(self, connection: Connection, request_id: int, body: bytes) -> bool:
         """Handles a CALL frame on a thread that waits, if its service is a prompt one; says whether it did."""

@@ -25,7 +25,7 @@ from m2flow.proto.comm.v1 import comm_pb2
 _counting = threading.Lock()
 
 
-class Passed:
+class Passed(Held):
     """A payload on its way through, in a block that readers borrow until all have let go."""
 
     __slots__ = ("_abandoned", "_block", "_from", "_holds", "_mapped", "_message")
@@ -63,18 +63,6 @@ class Passed:
             last = not self._holds
         if last:
             self._from.release([self._block], abandoned=self._abandoned)
-
-
-class Arrived:
-    """A payload that came over a network."""
-
-    __slots__ = ("data",)
-
-    def __init__(self, data: bytes | Bytes) -> None:
-        self.data = data
-
-    def drop(self) -> None:
-        """Ends nothing by itself: it lives as long as its item."""
 
 
 class ChannelHost:
@@ -117,17 +105,25 @@ class ChannelHost:
         index = self._indexes.get(request.channel)
         if index is not None:
             self._serve(index, connection, request_id, request, entries)
-            return
+        elif not request.HasField("ack"):
+            # A channel that is not there has leased nothing.
+            self._park(connection, request_id, request, entries)
 
-        def refuse() -> None:
+    def _park(
+        self, connection: Connection, request_id: int, request: comm_pb2.ChannelRequest, entries: list[Entry]
+    ) -> None:
+        def refuse(refusal: Refusal) -> None:
             drop(entries)
-            refusal = Refusal("CommError", "it is not hosted by this endpoint: call host_channel there")
             _answer(connection, request_id, (), refusal)
 
+        not_here = Refusal("CommError", "it is not hosted by this endpoint: call host_channel there")
         self._parking.park(
             request.channel,
-            lambda: self._serve(self._indexes[request.channel], connection, request_id, request, entries),
-            refuse,
+            connection.session,
+            request_id,
+            retry=lambda: self._serve(self._indexes[request.channel], connection, request_id, request, entries),
+            expire=partial(refuse, not_here),
+            withdraw=partial(refuse, Refusal("TimeoutError_")),
         )
 
     def _serve(
@@ -166,11 +162,19 @@ class ChannelHost:
         """Handles a CANCEL frame: the request is answered as it stands, if it is still open."""
         for index in self._indexes.values():
             index.cancel(connection.session, request_id)
+        self._parking.cancel(connection.session, request_id)
 
-    def on_gone(self, connection: Connection, lost: bool) -> None:
-        """Takes note of a connection that is gone."""
+    def on_gone(self, connection: Connection) -> None:
+        """Takes note of a connection that is gone; a channel that it asked for is told when it is there."""
+        session, peer = connection.session, connection.peer
         for index in list(self._indexes.values()):
-            index.left(connection.session, connection.peer, lost=lost)
+            index.left(session, peer)
+        for name in self._parking.left(session):
+            tell = partial(self._left, name, session, peer)
+            self._parking.park(name, None, 0, retry=tell, expire=_nothing, withdraw=_nothing)
+
+    def _left(self, name: str, session: int, peer: str) -> None:
+        self._indexes[name].left(session, peer)
 
 
 def counts(index: ChannelIndex) -> comm_pb2.ChannelStats:
@@ -207,15 +211,15 @@ def _entries(connection: Connection, items: comm_pb2.Items) -> list[Entry]:
     ]
 
 
-def _taken_in(payload: comm_pb2.Block, connection: Connection) -> Held:
+def _taken_in(payload: comm_pb2.Block, connection: Connection) -> Passed | Reference | bytes | Bytes:
     if is_data(payload):
-        return Arrived(connection.open(payload))
+        # It has come over a network, and lives as long as its item.
+        return connection.open(payload)
     return referenced(payload) if is_reference(payload) else Passed(connection, payload)
 
 
-def _has_pickle(payload: Held | bytes) -> bool:
-    data = payload.data if isinstance(payload, Arrived) else payload
-    return isinstance(data, bytes | np.ndarray) and has_pickle(data)
+def _has_pickle(payload: object) -> bool:
+    return isinstance(payload, bytes | np.ndarray) and has_pickle(payload)
 
 
 def _filter(request: comm_pb2.GetRequest) -> Filter:
@@ -244,14 +248,18 @@ def _answer(connection: Connection, request_id: int, entries: Sequence[Entry], r
     connection.send(Kind.REPLY, request_id, response.SerializeToString())
 
 
-def _given(payload: Held, reader: Connection) -> bytes | comm_pb2.Block:
+def _given(payload: object, reader: Connection) -> bytes | comm_pb2.Block:
     if isinstance(payload, Passed):
         return payload.give(reader)
-    if isinstance(payload, Arrived):
-        return reader.pass_on(payload.data)
+    if isinstance(payload, np.ndarray):
+        return reader.pass_on(payload)
     assert isinstance(payload, Reference)
-    # A consumer in another process has joined since it was put. It was found to have an encoding then.
+    # Its consumer has come back in another process since it was put. It was found to have an encoding then.
     return payload.block if reader.within else reader.pass_on(encode(payload.tree).to_bytes())
+
+
+def _nothing() -> None:
+    """Nobody waits for an answer."""
 
 
 def _answer_stats(connection: Connection, request_id: int, index: ChannelIndex) -> None:

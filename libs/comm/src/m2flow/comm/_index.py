@@ -5,10 +5,11 @@ brings the function that answers it, at once or when what it asked for is there.
 the change can serve are served before the call returns, so that nobody sleeps beside an item.
 """
 
+import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from m2flow.comm._members import Members
 from m2flow.comm._views import Filter, Queue, View, filters_of
@@ -16,16 +17,22 @@ from m2flow.comm._views import Filter, Queue, View, filters_of
 # Weights are sums of floats: what differs by less is equal.
 _SLACK = 1e-9
 
+_NOBODY_TAKES = "every consumer has left it"
 
-class Held(Protocol):
-    """A payload's memory, which the index keeps until the item is acknowledged or dropped."""
 
-    def drop(self) -> None: ...
+class Held:
+    """A payload whose memory somebody must be told of, once its item is acknowledged or dropped."""
+
+    __slots__ = ()
+
+    def drop(self) -> None:
+        """Ends the index's own hold."""
+        raise NotImplementedError
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """An item; its payload is a few bytes, or what holds many."""
+    """An item; its payload is whatever its owner keeps for it, a `Held` or not."""
 
     id: str
     key: str
@@ -33,7 +40,7 @@ class Entry:
     iteration: int
     producer: str
     tombstone: str
-    payload: Held | bytes
+    payload: object
     order: int = 0
     lease: int = 0
     filters: tuple[Filter, ...] = ()
@@ -111,6 +118,9 @@ class _Waiting:
         if not queue:
             del self.gets[get.wanted]
 
+    def of(self, session: Hashable) -> list[_Get]:
+        return [get for queue in self.gets.values() for get in queue.values() if get.caller.session == session]
+
     def in_order(self, filters: Iterable[Filter]) -> list[_Get]:
         found = [get for wanted in filters if wanted in self.gets for get in self.gets[wanted].values()]
         return sorted(found, key=lambda get: get.ticket) if len(found) > 1 else found
@@ -140,7 +150,8 @@ class ChannelIndex:
         self._waiting = _Waiting()
         self._leases: dict[Hashable, dict[int, Entry]] = {}
         self._num_orders = 0
-        self._num_leases = 0
+        # Leases are numbered from anywhere: one of a channel that had this name before is none of this one's.
+        self._num_leases = int.from_bytes(os.urandom(5), "little")
         self._seen: dict[int, set[str]] = {}
         self._remaining: dict[int, int] = {}
 
@@ -155,8 +166,7 @@ class ChannelIndex:
             drop(entries)
             caller.answer((), refusal)
             return
-        state = self.members.producers[caller.member]
-        state.session, state.lost = caller.session, False
+        self.members.puts(caller.member, caller.session)
         self._waiting.puts.append(_Put(caller, deque(entries)))
         self._admit()
 
@@ -168,9 +178,10 @@ class ChannelIndex:
         if caller.member not in self.members.consumers:
             caller.answer((), self._not_a("consumer", caller.member, self.members.consumers))
             return
-        state = self.members.consumers[caller.member]
-        state.lost = state.closed = False
+        returned = self.members.takes(caller.member, caller.session)
         if self._by_key:
+            if returned:
+                self._reroute()
             wanted = wanted._replace(route=caller.member)
         get = _Get(caller, wanted, weight, at_least)
         if self._serve(get):
@@ -192,12 +203,11 @@ class ChannelIndex:
 
     def end(self, caller: Caller, iteration: int) -> None:
         """Notes that a producer has put all of an iteration; the last one flushes what is queued of it."""
-        state = self.members.producers.get(caller.member)
-        if state is None:
+        if caller.member not in self.members.producers:
             caller.answer((), self._not_a("producer", caller.member, self.members.producers))
             return
-        state.session, state.lost = caller.session, False
-        state.ended.add(iteration)
+        for state in self.members.puts(caller.member, caller.session):
+            state.ended.add(iteration)
         self._forget_iteration(iteration)
         caller.answer((), None)
         if self.members.over(iteration):
@@ -205,16 +215,21 @@ class ChannelIndex:
 
     def close(self, caller: Caller) -> None:
         """Lets a member leave; from one who is none, ends the channel for all."""
-        producer = self.members.producers.get(caller.member)
+        owed = self.members.producers.get(caller.member)
         consumer = self.members.consumers.get(caller.member)
-        if producer is None and consumer is None:
+        if owed is None and consumer is None:
             self.end_channel()
-        if producer is not None:
-            producer.closed = True
+        for state in owed or ():
+            state.closed = True
         if consumer is not None:
             consumer.closed = True
+            for get in self._waiting.of(caller.session):
+                self._waiting.remove(get)
+                get.caller.answer((), Refusal("ChannelClosedError", "this consumer has left it"))
             self._requeue(list(self._leases.pop(caller.session, {}).values()))
-            self._reroute(caller.member)
+            self._reroute()
+            if self.members.none_takes():
+                self._refuse_waiting_puts(_NOBODY_TAKES)
         self._forget_ended()
         caller.answer((), None)
         self._settle()
@@ -227,8 +242,8 @@ class ChannelIndex:
                 drop(put.entries)
                 put.caller.answer((), Refusal("TimeoutError_", peers=tuple(self.members.consumers)))
                 return
-        for get in self._waiting.in_order(self._waiting.gets):
-            if get.caller.session == session and get.caller.request == request:
+        for get in self._waiting.of(session):
+            if get.caller.request == request:
                 self._waiting.remove(get)
                 peers = tuple(self.members.owing(get.wanted.iteration))
                 get.caller.answer((), Refusal("TimeoutError_", peers=peers))
@@ -236,34 +251,22 @@ class ChannelIndex:
 
     # What the owner says.
 
-    def left(self, session: Hashable, member: str, *, lost: bool) -> None:
-        """Notes that a connection is gone, with or without a goodbye: its leases are given out again, in order."""
+    def left(self, session: Hashable, member: str) -> None:
+        """Notes that a connection is gone: its leases are given out again, in order."""
         for put in [put for put in self._waiting.puts if put.caller.session == session]:
             self._waiting.puts.remove(put)
             drop(put.entries)
-        for get in self._waiting.in_order(self._waiting.gets):
-            if get.caller.session == session:
-                self._waiting.remove(get)
-        consumer = self.members.consumers.get(member)
-        if consumer is not None:
-            consumer.lost = True
-        if lost:
-            self.members.producer_lost(member, session)
-        elif (producer := self.members.producers.get(member)) is not None and producer.session == session:
-            producer.closed = True
+        for get in self._waiting.of(session):
+            self._waiting.remove(get)
+        self.members.left(member, session)
         self._requeue(list(self._leases.pop(session, {}).values()))
-        if consumer is not None:
-            self._reroute(member)
-        self._forget_ended()
+        self._reroute()
         self._settle()
 
     def end_channel(self) -> None:
         """Ends the channel: nothing more is put, consumers drain it."""
         self.closed = True
-        puts, self._waiting.puts = self._waiting.puts, deque()
-        for put in puts:
-            drop(put.entries)
-            put.caller.answer((), Refusal("ChannelClosedError", "it was closed"))
+        self._refuse_waiting_puts("it was closed")
         self._settle()
 
     def discard(self) -> None:
@@ -276,16 +279,8 @@ class ChannelIndex:
         self.end_channel()
 
     def announce_successor(self, lost: str, successor: str) -> None:
-        """Lets consumers wait for `successor` where `lost` died or will die."""
+        """Lets consumers wait for `successor` where `lost` died or will die, which must be a producer."""
         self.members.announce_successor(lost, successor)
-        self._settle()
-
-    def set_members(self, producers: Sequence[str], consumers: Sequence[str]) -> None:
-        """Declares other producers and consumers; those that stay keep their state."""
-        self.members.replace(producers, consumers)
-        for name in [name for name, state in self.members.consumers.items() if state.gone]:
-            self._reroute(name)
-        self._settle()
 
     # What anyone may look at.
 
@@ -316,14 +311,13 @@ class ChannelIndex:
     # Putting.
 
     def _refuses_put(self, caller: Caller, entries: Sequence[Entry]) -> Refusal | None:
-        state = self.members.producers.get(caller.member)
-        if state is None:
+        owed = self.members.producers.get(caller.member)
+        if owed is None:
             return self._not_a("producer", caller.member, self.members.producers)
-        if self.closed or state.closed:
+        if self.closed or all(state.closed for state in owed):
             return Refusal("ChannelClosedError", "it was closed: put before close")
-        consumers = self.members.consumers.values()
-        if consumers and all(consumer.closed for consumer in consumers):
-            return Refusal("ChannelClosedError", "every consumer has left it")
+        if self.members.none_takes():
+            return Refusal("ChannelClosedError", _NOBODY_TAKES)
         for iteration in {entry.iteration for entry in entries}:
             if self.members.over(iteration):
                 return Refusal("CommError", f"every producer has ended iteration {iteration}: put before end")
@@ -347,6 +341,12 @@ class ChannelIndex:
             elif len(self._queue) >= self.capacity and not self._serve_all():
                 # Full. Whoever waits for more than there is takes what there is, or both would wait for ever.
                 return
+
+    def _refuse_waiting_puts(self, why: str) -> None:
+        puts, self._waiting.puts = self._waiting.puts, deque()
+        for put in puts:
+            drop(put.entries)
+            put.caller.answer((), Refusal("ChannelClosedError", why))
 
     def _enqueue(self, entries: Iterable[Entry]) -> set[Filter]:
         """Queues entries but those seen already; returns the filters that the others pass."""
@@ -460,11 +460,11 @@ class ChannelIndex:
             entry.filters = filters_of(entry.key, entry.iteration, self._route_of(entry.key))
         self._queue.restore(entries)
 
-    def _reroute(self, member: str) -> None:
+    def _reroute(self) -> None:
+        """Gives each key's queued entries to who takes it now that a consumer has left, or is back."""
         if not self._by_key:
             return
-        view = self._queue.view(Filter(None, None, member))
-        moved = [entry for entry in view or () if self._route_of(entry.key) != member]
+        moved = [entry for entry in self._queue.all() if self._route_of(entry.key) != entry.filters[0].route]
         self._queue.remove(moved)
         for entry in moved:
             entry.filters = filters_of(entry.key, entry.iteration, self._route_of(entry.key))
@@ -511,5 +511,5 @@ def _prefix(view: View[Entry], weight: float) -> list[Entry]:
 def drop(entries: Iterable[Entry]) -> None:
     """Lets go of the memory of items that nobody will take."""
     for entry in entries:
-        if not isinstance(entry.payload, bytes):
+        if isinstance(entry.payload, Held):
             entry.payload.drop()

@@ -1,7 +1,7 @@
 """Items on the wire: in columns, so that what the items of a message share is said once, and lists move whole."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from m2flow.comm._frames import ProtocolError
 from m2flow.proto.comm.v1 import comm_pb2
@@ -9,17 +9,13 @@ from m2flow.proto.comm.v1 import comm_pb2
 _T = TypeVar("_T")
 
 
-class Row(NamedTuple):
-    """One item: what it was put with, its lease, and its bytes or the block that holds them."""
+# Sums of weights are floats: above it one would not be told from none.
+MAX_WEIGHT = 2.0**53
 
-    id: str
-    key: str
-    weight: float
-    tombstone: str
-    iteration: int
-    producer: str
-    lease: int
-    payload: bytes | comm_pb2.Block
+
+def can_be_summed(weights: Sequence[float]) -> bool:
+    """Says whether weights are numbers from 0 to MAX_WEIGHT."""
+    return all(0 <= weight <= MAX_WEIGHT for weight in weights)
 
 
 def column(values: Sequence[_T], default: _T) -> Sequence[_T]:
@@ -40,11 +36,16 @@ def add_payloads(items: comm_pb2.Items, payloads: Sequence[bytes | comm_pb2.Bloc
 
 
 def rows(items: comm_pb2.Items) -> Iterator[tuple[str, str, float, str, int, str, int, bytes | comm_pb2.Block]]:
-    """Returns each item's row, as plain tuples in Row's order; raises ProtocolError for columns that do not fit."""
+    """Returns each item's id, key, weight, tombstone, iteration, producer, lease, and its bytes or their block.
+
+    Raises ProtocolError for columns that do not fit, and weights that cannot be summed.
+    """
     payloads: list[bytes | comm_pb2.Block] = list(items.payloads)
     count = len(payloads)
     if payloads.count(b"") != len(items.blocks):
         raise ProtocolError(f"got {len(items.blocks)} blocks, want {payloads.count(b'')}, one an item without bytes")
+    if not can_be_summed(items.weights):
+        raise ProtocolError(f"got weights {list(items.weights)}, want 0 to {MAX_WEIGHT:.0f}")
     if items.blocks:
         blocks = iter(items.blocks)
         payloads = [payload or next(blocks) for payload in payloads]

@@ -2,10 +2,10 @@
 
 import contextlib
 import sys
-import time
 from collections.abc import Sequence
 
 from m2flow.comm._connection import Connection
+from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import Kind
 from m2flow.comm._items import rows
 from m2flow.comm._references import Reference, is_reference, referenced
@@ -102,9 +102,10 @@ class Asked:
         channel: str,
         connection: Connection,
         request: comm_pb2.ChannelRequest,
-        key: str | None,
-        iteration: int | None,
+        deadline: Deadline,
         *,
+        key: str | None = None,
+        iteration: int | None = None,
         references: Sequence[Reference] = (),
         device: str | None = None,
     ) -> None:
@@ -115,18 +116,18 @@ class Asked:
         self._connection = connection
         self._key = key
         self._iteration = iteration
-        self._since = time.monotonic()
+        self._deadline = deadline
         self._id, self._reply = connection.call(Kind.CHANNEL, request.SerializeToString())
 
-    def wait(self, timeout_s: float | None) -> list[Lease]:
+    def wait(self) -> list[Lease]:
         """Blocks for the answer; returns the leases in it."""
-        return self._leases(self.wait_response(timeout_s))
+        return self._leases(self.wait_response())
 
-    def wait_response(self, timeout_s: float | None) -> comm_pb2.ChannelResponse:
-        """Blocks for the answer, or until it is withdrawn after `timeout_s`; raises what it says went wrong."""
+    def wait_response(self) -> comm_pb2.ChannelResponse:
+        """Blocks for the answer, or until the deadline withdraws the request; raises what it says went wrong."""
         try:
             try:
-                body = self._reply.result(timeout_s)
+                body = self._reply.result(self._deadline.left_s)
             except TimeoutError:
                 # The index answers a withdrawn request at once: with the items, where they had just been given out.
                 self._connection.send(Kind.CANCEL, self._id, b"")
@@ -142,7 +143,11 @@ class Asked:
         return self._parse(body)
 
     async def wait_async(self) -> list[Lease]:
-        """Waits for the answer on the running event loop; returns the leases in it."""
+        """Like `wait`, on the running event loop."""
+        return self._leases(await self.wait_response_async())
+
+    async def wait_response_async(self) -> comm_pb2.ChannelResponse:
+        """Like `wait_response`, on the running event loop."""
         # Whoever awaits has imported it; for all others it would be a quarter of the time to import this package.
         asyncio = sys.modules["asyncio"]
         events = asyncio.get_running_loop()
@@ -155,12 +160,18 @@ class Asked:
 
         self._reply.add_done_callback(tell)
         try:
-            await answered
+            await asyncio.wait([answered], timeout=self._deadline.left_s)
+            if not answered.done():
+                self._connection.send(Kind.CANCEL, self._id, b"")
+                await asyncio.wait([answered], timeout=_CANCEL_TIMEOUT_S)
         except asyncio.CancelledError:
             # The answer to a cancelled wait must still be heard, to give back the items in it.
             self._withdraw()
             raise
-        return self._leases(self._parse(self._reply.result()))
+        if not answered.done():
+            self._withdraw()
+            raise self._timed_out((self._connection.peer,))
+        return self._parse(self._reply.result())
 
     def _withdraw(self) -> None:
         self._connection.send(Kind.CANCEL, self._id, b"")
@@ -215,12 +226,11 @@ class Asked:
             case "PayloadError":
                 return PayloadError(f"channel {self._channel!r}: {failure.message}")
             case "PeerLostError":
-                return PeerLostError(failure.peers[0], f"it died before it closed channel {self._channel!r}")
+                return PeerLostError(failure.peers[0], f"it was gone before it closed channel {self._channel!r}")
             case "TimeoutError_":
                 return self._timed_out(tuple(failure.peers))
         return CommError(f"channel {self._channel!r}: {failure.message}")
 
     def _timed_out(self, peers: tuple[str, ...]) -> TimeoutError_:
         peer = ", ".join(peers) or self._connection.peer
-        elapsed_s = time.monotonic() - self._since
-        return TimeoutError_(channel=self._channel, key=self._key, peer=peer, elapsed_s=elapsed_s)
+        return TimeoutError_(channel=self._channel, key=self._key, peer=peer, elapsed_s=self._deadline.elapsed_s)

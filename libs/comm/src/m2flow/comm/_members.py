@@ -1,20 +1,22 @@
 """Who puts into a channel and who takes from it, and what is known of each."""
 
 import hashlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 
 from m2flow.comm._intervals import Intervals
 
 
 class Producer:
-    """One declared producer. `lost` is a death that nobody has taken over yet."""
+    """What one declared producer owes. `names` may put it: itself, until it has left, and its successors.
 
-    def __init__(self) -> None:
+    `lost` says that the last of them was gone before it closed the channel, and has not been back.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.names = [name]
         self.ended = Intervals()
         self.closed = False
         self.lost = False
-        self.session: Hashable | None = None
-        self.successor = ""
 
     def owes(self, iteration: int | None) -> bool:
         """Says whether something of an iteration, or of any, may still come from it."""
@@ -38,50 +40,88 @@ class Members:
     """The members of one channel."""
 
     def __init__(self, producers: Iterable[str], consumers: Iterable[str]) -> None:
-        self.producers = {name: Producer() for name in producers}
+        # By the name of who puts: a successor has what it owes itself and what those owed that it follows.
+        self.producers = {name: [Producer(name)] for name in producers}
         self.consumers = {name: Consumer() for name in consumers}
+        self._all_owed = [owed for states in self.producers.values() for owed in states]
+        # The connection that each was last heard on.
+        self._sessions: dict[str, Hashable] = {}
 
     def over(self, iteration: int) -> bool:
         """Says whether every producer has ended an iteration; those that closed the channel count as having done so."""
-        states = self.producers.values()
-        return not any(state.owes(iteration) for state in states) and any(iteration in state.ended for state in states)
+        owed = self._all_owed
+        return not any(state.owes(iteration) for state in owed) and any(iteration in state.ended for state in owed)
 
     def all_closed(self) -> bool:
         """Says whether every producer has closed the channel."""
-        return bool(self.producers) and all(state.closed for state in self.producers.values())
+        return bool(self._all_owed) and all(state.closed for state in self._all_owed)
+
+    def none_takes(self) -> bool:
+        """Says whether every consumer has closed the channel."""
+        return bool(self.consumers) and all(state.closed for state in self.consumers.values())
 
     def owing(self, iteration: int | None) -> list[str]:
-        """Names the producers that may still put something of an iteration, or of any."""
-        return [name for name, state in self.producers.items() if state.owes(iteration)]
+        """Names those who may still put something of an iteration, or of any."""
+        names = [name for state in self._all_owed if state.owes(iteration) for name in state.names]
+        return list(dict.fromkeys(names))
 
     def lost_owing(self, iteration: int | None) -> list[str]:
-        """Names those of them that died without a successor."""
-        return [name for name, state in self.producers.items() if state.lost and state.owes(iteration)]
+        """Names those of them that are gone without a successor."""
+        return [state.names[0] for state in self._all_owed if state.lost and state.owes(iteration)]
+
+    def puts(self, name: str, session: Hashable) -> list[Producer]:
+        """Notes that a producer lives; returns what it may put."""
+        self._sessions[name] = session
+        states = self.producers[name]
+        for state in states:
+            state.lost = False
+        return states
+
+    def takes(self, name: str, session: Hashable) -> bool:
+        """Notes that a consumer lives; says whether it had been gone."""
+        self._sessions[name] = session
+        state = self.consumers[name]
+        was_gone = state.gone
+        state.closed = state.lost = False
+        return was_gone
+
+    def left(self, name: str, session: Hashable) -> None:
+        """Notes that the connection of a member ended; the end of an earlier one says nothing."""
+        if self._sessions.get(name, session) != session:
+            return
+        self._sessions.pop(name, None)
+        if name in self.consumers:
+            self.consumers[name].lost = True
+        for state in self.producers.get(name, ()):
+            if len(state.names) > 1:
+                state.names.remove(name)
+            else:
+                state.lost = True
+        self._file(name)
 
     def announce_successor(self, lost: str, successor: str) -> None:
-        """Lets a producer that died, or will, be followed by another, which consumers then wait for."""
-        self.producers.setdefault(successor, Producer())
-        state = self.producers.get(lost)
-        if state is not None and lost != successor:
-            state.successor = successor
+        """Lets another producer put what one owes that died, or will, beside what it owes itself.
+
+        Raises ValueError where there is no producer of that name.
+        """
+        if lost not in self.producers:
+            raise ValueError(f"got {lost!r} to be followed, want one of the producers {', '.join(self.producers)}")
+        for state in self.producers[lost]:
             if state.lost:
-                del self.producers[lost]
-
-    def replace(self, producers: Sequence[str], consumers: Sequence[str]) -> None:
-        """Declares other members; those that stay keep their state."""
-        self.producers = {name: self.producers.get(name) or Producer() for name in producers}
-        self.consumers = {name: self.consumers.get(name) or Consumer() for name in consumers}
-
-    def producer_lost(self, name: str, session: Hashable) -> None:
-        """Notes that the connection of a producer broke."""
-        state = self.producers.get(name)
-        if state is None or state.closed or state.session not in (None, session):
-            return
-        state.lost = True
-        if state.successor:
-            del self.producers[name]
+                state.names, state.lost = [successor], False
+            else:
+                state.names.append(successor)
+        self._file(successor)
+        self._file(lost)
 
     def route_of(self, key: str) -> str:
-        """Returns the consumer that a key is put on: the same one for as long as it lives."""
+        """Returns the consumer that takes a key: the same one whenever it lives, and one of the others while not."""
         living = [name for name, state in self.consumers.items() if not state.gone]
         return max(living or self.consumers, key=lambda name: hashlib.blake2b(f"{name}\0{key}".encode()).digest())
+
+    def _file(self, name: str) -> None:
+        states = [state for state in self._all_owed if name in state.names]
+        if states:
+            self.producers[name] = states
+        else:
+            self.producers.pop(name, None)

@@ -28,9 +28,6 @@ class Reference:
         self.block = comm_pb2.Block(segment=_SEGMENT, offset_bytes=next(_numbers))
         _held[self.block.offset_bytes] = self
 
-    def drop(self) -> None:
-        """Ends nothing by itself: who drops it has held it."""
-
 
 def is_reference(block: comm_pb2.Block) -> bool:
     """Says whether a block stands for an object of this process."""

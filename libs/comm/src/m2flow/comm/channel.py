@@ -4,15 +4,16 @@ The order is kept by an index in the endpoint that hosts the channel; every othe
 of large items stay where their producer wrote them, in shared memory, and the consumer maps them there.
 """
 
+import operator
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from m2flow.comm._connection import INLINE_BYTES, Connection
+from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import Kind
-from m2flow.comm._items import add_payloads, column
+from m2flow.comm._items import MAX_WEIGHT, add_payloads, can_be_summed, column
 from m2flow.comm._lease import Asked, Lease
 from m2flow.comm._references import Reference
 from m2flow.comm.errors import TimeoutError_
@@ -93,9 +94,10 @@ class Channel:
     ) -> None:
         """Puts an item; returns when the channel has it. Blocks while the channel is full.
 
-        Raises PayloadError at once for an item that cannot be encoded, ChannelClosedError when nothing more is taken,
-        TimeoutError_ after `timeout_s` seconds, PeerLostError without its host. The item is then not in the channel,
-        unless its host was out of reach: an item that has an id may be put again.
+        Raises PayloadError at once for an item that cannot be encoded and ValueError for what it cannot be put with,
+        ChannelClosedError when nothing more is taken, TimeoutError_ after `timeout_s` seconds, in which it waits for
+        shared memory too, PeerLostError without its host. The item is then not in the channel, unless its host was out
+        of reach: an item that has an id may be put again.
         """
         self.put_many(
             [Put(item=item, id=id, iteration=iteration, weight=weight, key=key)],
@@ -109,7 +111,7 @@ class Channel:
         """
         puts = [Put(item=item, id=id, iteration=iteration, weight=weight, key=key)]
         self._waits("put_nowait")
-        self._ask_put(puts, _encoded(puts), None, wait=False).wait(None)
+        self._ask_put(puts, _encoded(puts), Deadline(), wait=False).wait()
 
     def put_tombstone(
         self,
@@ -132,24 +134,34 @@ class Channel:
         """
         if items:
             self._waits("put")
-            self._ask_put(items, _encoded(items), timeout_s, wait=True).wait(timeout_s)
+            deadline = Deadline(timeout_s)
+            self._ask_put(items, _encoded(items), deadline, wait=True).wait()
 
-    async def aput(self, item: Tree, *, id: str = "", iteration: int = 0, weight: float = 1.0, key: str = "") -> None:
+    async def aput(
+        self,
+        item: Tree,
+        *,
+        id: str = "",
+        iteration: int = 0,
+        weight: float = 1.0,
+        key: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
         """Like `put`, without blocking the event loop; cancelled, the item is not in the channel, or whole in it."""
-        await self.aput_many([Put(item=item, id=id, iteration=iteration, weight=weight, key=key)])
+        await self.aput_many(
+            [Put(item=item, id=id, iteration=iteration, weight=weight, key=key)],
+            timeout_s=timeout_s,
+        )
 
-    async def aput_many(self, items: Sequence[Put]) -> None:
-        """Like `put_many`, without blocking the event loop; large items are copied on another thread.
-
-        Raises what `put` raises; for a time-out, wrap it in `asyncio.wait_for`.
-        """
-        encoded = _encoded(items)
+    async def aput_many(self, items: Sequence[Put], *, timeout_s: float | None = None) -> None:
+        """Like `put_many`, without blocking the event loop; large items are copied on another thread."""
+        deadline, encoded = Deadline(timeout_s), _encoded(items)
         if not encoded:
             return
         if max(payload.size_bytes for payload in encoded) > INLINE_BYTES:
-            asked = await sys.modules["asyncio"].to_thread(self._ask_put, items, encoded, None, wait=True)
+            asked = await sys.modules["asyncio"].to_thread(self._ask_put, items, encoded, deadline, wait=True)
         else:
-            asked = self._ask_put(items, encoded, None, wait=True)
+            asked = self._ask_put(items, encoded, deadline, wait=True)
         await asked.wait_async()
 
     # Taking.
@@ -167,11 +179,12 @@ class Channel:
         First it commits the leases in `ack`, as `ack` does, for the price of no message: they are committed also where
         there is no item for it.
         Raises IterationEnded once every producer has ended `iteration` and none of its items is queued for this
-        consumer; ChannelClosedError once the channel is closed and drained; PeerLostError naming a producer that died,
-        once what it had put is drained and unless a successor is announced; TimeoutError_ after `timeout_s` seconds.
+        consumer; ChannelClosedError once the channel is closed and drained; PeerLostError naming a producer that was
+        gone before it closed the channel, once what it had put is drained and unless a successor is announced;
+        TimeoutError_ after `timeout_s` seconds.
         """
         self._waits("get")
-        return self._ask_get(0.0, key, iteration, ack).wait(timeout_s)[0]
+        return self._ask_get(0.0, key, iteration, ack, timeout_s).wait()[0]
 
     def get_batch(
         self,
@@ -186,26 +199,36 @@ class Channel:
         """Takes items of total weight `weight`, in order. Blocks until so much is there, or no more can come.
 
         With `at_least` it waits only for so much, and takes what is there by then; 0 does not wait, and may take
-        nothing. Never more than `weight`, unless the first alone is heavier. Less when every producer has ended the
-        iteration or closed, when one died, or when the channel is full and cannot hold as much. `ack` is as in `get`,
-        which says what is raised.
+        nothing. Never more than `weight`, unless the first alone is heavier. Less, and less than `at_least`, where the
+        next item is too heavy to come along, when every producer has ended the iteration or closed, when one died, or
+        when the channel is full and cannot hold as much. `ack` is as in `get`, which says what is raised.
         """
-        if not weight > 0:
-            raise ValueError(f"get_batch: got weight {weight}, want more than 0: get takes one item")
-        if at_least is not None and not 0 <= at_least <= weight:
-            raise ValueError(f"get_batch: got at_least {at_least}, want 0 to the weight {weight}")
         self._waits("get_batch")
-        return self._ask_get(weight, key, iteration, ack, at_least).wait(timeout_s)
+        return self._ask_batch(weight, key, iteration, ack, timeout_s, at_least).wait()
 
-    async def aget(self, *, key: str | None = None, iteration: int | None = None) -> Lease:
+    async def aget(
+        self,
+        *,
+        key: str | None = None,
+        iteration: int | None = None,
+        ack: Sequence[Lease] = (),
+        timeout_s: float | None = None,
+    ) -> Lease:
         """Like `get`, without blocking the event loop; cancelled, it loses no item."""
-        return (await self._ask_get(0.0, key, iteration).wait_async())[0]
+        return (await self._ask_get(0.0, key, iteration, ack, timeout_s).wait_async())[0]
 
-    async def aget_batch(self, weight: float, *, key: str | None = None, iteration: int | None = None) -> list[Lease]:
+    async def aget_batch(
+        self,
+        weight: float,
+        *,
+        at_least: float | None = None,
+        key: str | None = None,
+        iteration: int | None = None,
+        ack: Sequence[Lease] = (),
+        timeout_s: float | None = None,
+    ) -> list[Lease]:
         """Like `get_batch`, without blocking the event loop; cancelled, it loses no item."""
-        if not weight > 0:
-            raise ValueError(f"aget_batch: got weight {weight}, want more than 0: aget takes one item")
-        return await self._ask_get(weight, key, iteration).wait_async()
+        return await self._ask_batch(weight, key, iteration, ack, timeout_s, at_least).wait_async()
 
     def ack(self, leases: Lease | Iterable[Lease]) -> None:
         """Commits leases, after the outputs they caused were put. Does not wait for the host."""
@@ -223,7 +246,11 @@ class Channel:
         Raises CommError where this endpoint is no producer. Blocks for the host's answer.
         """
         self._waits("end")
-        self._ask(comm_pb2.ChannelRequest(end=comm_pb2.EndRequest(iteration=iteration))).wait(None)
+        self._ask_end(iteration).wait()
+
+    async def aend(self, iteration: int) -> None:
+        """Like `end`, without blocking the event loop."""
+        await self._ask_end(iteration).wait_async()
 
     def close(self) -> None:
         """Leaves the channel: a producer puts no more, a consumer gives its leases back. Blocks for the host's answer.
@@ -232,39 +259,76 @@ class Channel:
         is neither, it ends the channel for all.
         """
         self._waits("close")
-        self._ask(comm_pb2.ChannelRequest(close=comm_pb2.CloseRequest())).wait(None)
+        self._ask_close().wait()
+
+    async def aclose(self) -> None:
+        """Like `close`, without blocking the event loop."""
+        await self._ask_close().wait_async()
 
     def stats(self) -> Stats:
         """Returns the channel's counts. Blocks for the host's answer."""
         self._waits("stats")
-        asked = self._ask(comm_pb2.ChannelRequest(stats=comm_pb2.StatsRequest()))
-        counts = asked.wait_response(None).stats
-        return Stats(**{name: getattr(counts, name) for name in Stats.__slots__})
+        return _stats(self._ask_stats().wait_response())
+
+    async def astats(self) -> Stats:
+        """Like `stats`, without blocking the event loop."""
+        return _stats(await self._ask_stats().wait_response_async())
 
     # Requests.
 
     def _waits(self, method: str) -> None:
         self._check_may_wait(f"channel {self.name!r}: {method}")
 
-    def _ask(self, request: comm_pb2.ChannelRequest, key: str | None = None, iteration: int | None = None) -> Asked:
+    def _ask(self, request: comm_pb2.ChannelRequest) -> Asked:
         request.channel = self.name
-        return Asked(self.name, self._connect(self.host), request, key, iteration, device=self._device)
+        return Asked(self.name, self._connect(self.host), request, Deadline())
+
+    def _ask_end(self, iteration: int) -> Asked:
+        return self._ask(comm_pb2.ChannelRequest(end=comm_pb2.EndRequest(iteration=iteration)))
+
+    def _ask_close(self) -> Asked:
+        return self._ask(comm_pb2.ChannelRequest(close=comm_pb2.CloseRequest()))
+
+    def _ask_stats(self) -> Asked:
+        return self._ask(comm_pb2.ChannelRequest(stats=comm_pb2.StatsRequest()))
+
+    def _ask_batch(
+        self,
+        weight: float,
+        key: str | None,
+        iteration: int | None,
+        ack: Sequence[Lease],
+        timeout_s: float | None,
+        at_least: float | None,
+    ) -> Asked:
+        if not weight > 0:
+            raise ValueError(f"get_batch: got weight {weight}, want more than 0: get takes one item")
+        if at_least is not None and not 0 <= at_least <= weight:
+            raise ValueError(f"get_batch: got at_least {at_least}, want 0 to the weight {weight}")
+        return self._ask_get(weight, key, iteration, ack, timeout_s, at_least)
 
     def _ask_get(
         self,
         weight: float,
         key: str | None,
         iteration: int | None,
-        ack: Sequence[Lease] = (),
+        ack: Sequence[Lease],
+        timeout_s: float | None,
         at_least: float | None = None,
     ) -> Asked:
+        deadline = Deadline(timeout_s)
         numbers = [lease.number for lease in ack]
         get = comm_pb2.GetRequest(key=key, iteration=iteration, weight=weight, at_least=at_least, ack=numbers)
-        return self._ask(comm_pb2.ChannelRequest(get=get), key, iteration)
+        request = comm_pb2.ChannelRequest(channel=self.name, get=get)
+        connection, device = self._connect(self.host), self._device
+        return Asked(self.name, connection, request, deadline, key=key, iteration=iteration, device=device)
 
-    def _ask_put(
-        self, puts: Sequence[Put], encoded: Sequence[Encoded], timeout_s: float | None, *, wait: bool
-    ) -> Asked:
+    def _ask_put(self, puts: Sequence[Put], encoded: Sequence[Encoded], deadline: Deadline, *, wait: bool) -> Asked:
+        request = comm_pb2.ChannelRequest(channel=self.name)
+        request.put.wait = wait
+        # Before any memory is lent: what is wrong here costs nothing.
+        _describe(puts, request.put.items)
+        key = (puts[0].key or None) if len(puts) == 1 else None
         connection = self._connect(self.host)
         references: list[Reference] = []
         packed: list[bytes | comm_pb2.Block]
@@ -272,34 +336,22 @@ class Channel:
             references = [Reference(put.item) for put in puts]
             packed = [reference.block for reference in references]
         else:
-            packed = self._pack(connection, encoded, timeout_s)
-        _, ids, iterations, weights, keys, tombstones = zip(*puts, strict=True)
-        request = comm_pb2.ChannelRequest(channel=self.name)
-        request.put.wait = wait
-        # In place: a message that is given to another's constructor is copied, its items one by one.
-        items = request.put.items
-        items.ids.extend(column(ids, ""))
-        items.keys.extend(column(keys, ""))
-        items.weights.extend(column(weights, 0.0))
-        items.tombstones.extend(column(tombstones, ""))
-        items.iterations.extend(column(iterations, 0))
-        add_payloads(items, packed)
-        return Asked(self.name, connection, request, keys[0] if len(keys) == 1 else None, None, references=references)
+            packed = self._pack(connection, encoded, key, deadline)
+        add_payloads(request.put.items, packed)
+        return Asked(self.name, connection, request, deadline, key=key, references=references)
 
     def _pack(
-        self, connection: Connection, encoded: Sequence[Encoded], timeout_s: float | None
+        self, connection: Connection, encoded: Sequence[Encoded], key: str | None, deadline: Deadline
     ) -> list[bytes | comm_pb2.Block]:
-        since = time.monotonic()
         packed: list[bytes | comm_pb2.Block] = []
         try:
             for payload in encoded:
-                packed.append(connection.pack(payload, timeout_s=timeout_s))
+                packed.append(connection.pack(payload, timeout_s=deadline.left_s))
         except BaseException as error:
             connection.take_back(packed)
             if isinstance(error, TimeoutError):
                 peer = f"readers to let go of shared memory ({error})"
-                elapsed_s = time.monotonic() - since
-                raise TimeoutError_(channel=self.name, key=None, peer=peer, elapsed_s=elapsed_s) from error
+                raise TimeoutError_(channel=self.name, key=key, peer=peer, elapsed_s=deadline.elapsed_s) from error
             raise
         return packed
 
@@ -313,3 +365,45 @@ class Channel:
 def _encoded(items: Iterable[Put]) -> list[Encoded]:
     """Encodes all items before the first one costs anything: one that cannot be encoded harms none."""
     return [encode(item.item) for item in items]
+
+
+def _describe(puts: Sequence[Put], items: comm_pb2.Items) -> None:
+    """Writes what items are put with; raises ValueError naming what they cannot be put with."""
+    _, ids, iterations, weights, keys, tombstones = zip(*puts, strict=True)
+    try:
+        distinct = column(weights, 0.0)
+        if can_be_summed(distinct):
+            # In place: a message that is given to another's constructor is copied, its items one by one.
+            items.ids.extend(column(ids, ""))
+            items.keys.extend(column(keys, ""))
+            items.weights.extend(distinct)
+            items.tombstones.extend(column(tombstones, ""))
+            items.iterations.extend(column(iterations, 0))
+            return
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(next(filter(None, map(_fault, puts)), "put: got what no message can hold"))
+
+
+def _fault(put: Put) -> str:
+    """Says what is wrong with what an item is put with; empty where nothing is."""
+    for name in ("id", "key", "tombstone"):
+        value = getattr(put, name)
+        if not isinstance(value, str):
+            return f"put: got {name} {value!r}, want a str: give it {str(value)!r}"
+        if value != value.encode("utf-8", "replace").decode():
+            return f"put: got {name} {value!r}, want one that UTF-8 can spell: it has half a surrogate pair"
+    try:
+        if not 0 <= operator.index(put.iteration) < 1 << 64:
+            return f"put: got iteration {put.iteration}, want 0 or more: count iterations from 0"
+    except TypeError:
+        return f"put: got iteration {put.iteration!r}, want an int"
+    try:
+        in_bounds = 0 <= put.weight <= MAX_WEIGHT
+    except TypeError:
+        in_bounds = False
+    return "" if in_bounds else f"put: got weight {put.weight!r}, want a number from 0 to {MAX_WEIGHT:.0f}"
+
+
+def _stats(response: comm_pb2.ChannelResponse) -> Stats:
+    return Stats(**{name: getattr(response.stats, name) for name in Stats.__slots__})

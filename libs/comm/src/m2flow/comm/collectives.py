@@ -23,7 +23,8 @@ class Backend(Protocol):
 
     Messages of one sender and tag arrive in the order sent. A future of `isend` is done when the receiver has the
     message, one of `irecv` holds its tree; both fail with PeerLostError when the other end dies. Neither call blocks
-    but for the copy, and a tree that cannot be encoded raises PayloadError at once, unless it is handed over as it is.
+    but for the copy and its memory, and a tree that cannot be encoded raises PayloadError at once, unless it is handed
+    over as it is.
     """
 
     name: str

@@ -7,7 +7,6 @@ noticed because the kernel closes its socket, not because it missed a heartbeat.
 """
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Literal, Self, TypeVar
 
 from m2flow.comm._calls import CallServer, Handler, read_answer
 from m2flow.comm._connection import INLINE_BYTES, Connection, message_of, packed_of
+from m2flow.comm._deadline import Deadline
 from m2flow.comm._executor import LaneExecutor
 from m2flow.comm._fabric import Fabric
 from m2flow.comm._frames import Kind
@@ -157,24 +157,31 @@ class Endpoint:
         """Calls a method of a peer's service and returns its answer. Blocks until then.
 
         Raises RemoteError with what the handler raised, PeerLostError when the peer dies or does not appear,
-        TimeoutError_ after `timeout_s` seconds, PayloadError for args that cannot be encoded.
+        TimeoutError_ after `timeout_s` seconds, in which it waits for shared memory too, PayloadError for args that
+        cannot be encoded, ValueError for a service or method that is no str.
         """
         self._fabric.check_may_wait(f"request {service}.{method}")
-        since = time.monotonic()
-        connection, reply = self._call(peer, service, method, args, timeout_s)
+        deadline = Deadline(timeout_s)
+        connection, reply = self._call(peer, service, method, args, deadline)
         try:
-            body = reply.result(timeout_s)
+            body = reply.result(deadline.left_s)
         except TimeoutError:
             reply.add_done_callback(partial(_discard, connection))
             call = f"{service}.{method}"
-            elapsed_s = time.monotonic() - since
-            raise TimeoutError_(channel=call, key=None, peer=peer, elapsed_s=elapsed_s) from None
+            raise TimeoutError_(channel=call, key=None, peer=peer, elapsed_s=deadline.elapsed_s) from None
         return read_answer(connection, body)
 
     def request_async(self, peer: str, service: str, method: str, args: Tree = None) -> "Future[Tree]":
-        """Like `request`, returning at once with the future of the answer; its callbacks must not block."""
+        """Like `request`, returning the future of the answer; its callbacks must not block.
+
+        Blocks for the copy of what is large, and while the quota of shared memory is used up: in a callback it raises
+        TimeoutError_ instead, as the memory would not come back meanwhile.
+        """
+        return self._request_async(peer, service, method, args, Deadline())
+
+    def _request_async(self, peer: str, service: str, method: str, args: Tree, deadline: Deadline) -> "Future[Tree]":
         result: Answer[Tree] = Answer()
-        connection, reply = self._call(peer, service, method, args, None)
+        connection, reply = self._call(peer, service, method, args, deadline)
         result.link = connection.link
 
         def resolve(body: bytes) -> None:
@@ -210,17 +217,25 @@ class Endpoint:
         """
         self._lost_callbacks.append(callback)
 
-    def _call(
-        self, peer: str, service: str, method: str, args: Tree, timeout_s: float | None
-    ) -> tuple[Connection, Reply]:
+    def _call(self, peer: str, service: str, method: str, args: Tree, deadline: Deadline) -> tuple[Connection, Reply]:
         encoded = encode(args)
         connection = self._fabric.connection(peer)
-        payload = connection.pack(encoded, timeout_s=timeout_s)
-        request = comm_pb2.CallRequest(service=service, method=method, args=message_of(payload))
+        try:
+            payload = connection.pack(encoded, timeout_s=0.0 if self._fabric.loop.inside() else deadline.left_s)
+        except TimeoutError as error:
+            call = f"send {method}" if service == _MAIL else f"{service}.{method}"
+            waited_for = f"{peer} or another reader to let go of shared memory ({error})"
+            raise TimeoutError_(channel=call, key=None, peer=waited_for, elapsed_s=deadline.elapsed_s) from error
+        try:
+            request = comm_pb2.CallRequest(service=service, method=method, args=message_of(payload))
+        except (TypeError, ValueError) as error:
+            connection.take_back([payload])
+            raise ValueError(f"got {service!r} and {method!r} for {peer!r}, want two strs: {error}") from error
         return connection, connection.call(Kind.CALL, request.SerializeToString())[1]
 
     def _on_gone(self, connection: Connection, lost: bool) -> None:
-        self._host.on_gone(connection, lost)
+        self._host.on_gone(connection)
+        self._calls.on_gone(connection)
         if not lost or self._lost.get(connection.peer) == connection.incarnation:
             return
         self._lost[connection.peer] = connection.incarnation
@@ -230,16 +245,19 @@ class Endpoint:
     # Messages.
 
     def isend(self, peer: str, tree: Tree, *, tag: str = "") -> "Future[None]":
-        """Sends a tree to a peer; the future is done when the peer has received it. Blocks for the copy only.
+        """Sends a tree to a peer; the future is done when the peer has received it. Blocks as `request_async` does.
 
         Within one process the tree itself is handed over: the sender must not change it afterwards. The future fails
         with PeerLostError, or with CommError where the peer has its quota of messages that it does not receive;
         PayloadError is raised at once for what cannot be encoded.
         """
+        return self._isend(peer, tree, tag, Deadline())
+
+    def _isend(self, peer: str, tree: Tree, tag: str, deadline: Deadline) -> "Future[None]":
         local = self._fabric.in_this_process(peer)
         if local is not None and self._by_reference:
             return local.mailbox.deliver(self.name, tag, tree)
-        return self.request_async(peer, _MAIL, tag, tree)
+        return self._request_async(peer, _MAIL, tag, tree, deadline)
 
     def irecv(self, peer: str, *, tag: str = "") -> "Future[Tree]":
         """Returns the future of a peer's next tree with a tag, in the order sent. Cancelled, it takes none.
@@ -254,7 +272,9 @@ class Endpoint:
     def send(self, peer: str, tree: Tree, *, tag: str = "", timeout_s: float | None = None) -> None:
         """Like `isend`, blocking until the peer has it. Raises PeerLostError, and TimeoutError_ after `timeout_s`."""
         self._fabric.check_may_wait(f"send {tag}")
-        Handle(f"send {tag}", [(peer, self.isend(peer, tree, tag=tag))], lambda _: None).wait(timeout_s)
+        deadline = Deadline(timeout_s)
+        sent = self._isend(peer, tree, tag, deadline)
+        Handle(f"send {tag}", [(peer, sent)], lambda _: None).wait(deadline.left_s)
 
     def recv(self, peer: str, *, tag: str = "", timeout_s: float | None = None) -> Tree:
         """Like `irecv`, blocking for the tree. Raises PeerLostError, and TimeoutError_ after `timeout_s` seconds."""
@@ -280,24 +300,19 @@ class Endpoint:
     ) -> None:
         """Hosts a channel's index here. `producers` and `consumers` are the endpoints that may put and get.
 
-        `capacity` bounds the items that wait to be taken; 0 is no bound. With `route="by_key"` every key goes to one
-        consumer, the same one for as long as it lives. Raises ValueError for a name that is hosted. Blocks for the io
-        thread.
+        `capacity` bounds the items that wait to be taken; 0 is no bound. With `route="by_key"` every key has one
+        consumer; while that is dead or has left, another stands in for it. Raises ValueError for a name that is hosted.
+        Blocks for the io thread.
         """
         index = ChannelIndex(name, capacity=capacity, producers=producers, consumers=consumers, route=route)
         self._on_io_thread(lambda: self._host.add(index))
 
-    def set_channel_members(self, name: str, *, producers: Sequence[str], consumers: Sequence[str]) -> None:
-        """Declares other producers and consumers of a channel hosted here; those that stay keep their state.
-
-        Raises ValueError for a channel that is not hosted here. Blocks for the io thread.
-        """
-        self._on_io_thread(lambda: self._host.index(name).set_members(producers, consumers))
-
     def announce_successor(self, name: str, *, lost: str, successor: str) -> None:
         """Lets the consumers of a channel hosted here wait for `successor` in place of a producer that dies or died.
 
-        Raises ValueError for a channel that is not hosted here. Blocks for the io thread.
+        From now on what the successor puts, ends and closes counts for what `lost` owed too, and goes on from there: an
+        iteration that was ended stays so. Raises ValueError for a channel that is not hosted here or has no such
+        producer. Blocks for the io thread.
         """
         self._on_io_thread(lambda: self._host.index(name).announce_successor(lost, successor))
 

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from m2flow.comm import Channel, IterationEnded, Lease, PeerLostError
+from m2flow.comm import Channel, IterationEnded, Lease, PeerLostError, TimeoutError_
 from m2flow.flow._mail import ENTERED, parse_id
 from m2flow.flow.errors import RunError
 from m2flow.flow.glue import LEFT, MARKS, Glue, Quota
@@ -173,6 +173,10 @@ class Inbox:
             if not self._flow.comes_back(lost.peer):
                 raise
             time.sleep(RESTART_S if wait else 0.0)
+            if timeout_s is not None:
+                # It may be given up meanwhile: who asks with a time-out looks for that between its waits.
+                name = self._channel.name
+                raise TimeoutError_(channel=name, key=None, peer=lost.peer, elapsed_s=RESTART_S) from lost
             return
         for lease in leases:
             self._take(lease)
@@ -198,7 +202,7 @@ class Inbox:
         self._leases.setdefault(item.id, []).append(lease)
         made, may_follow = self._glue.push(item, address.port), self._glue.holds(address.port)
         if back:  # what goes no further here, such as the mark of a split that is merged, has left
-            made = self._come_back(made if made or may_follow else [item.as_tombstone(LEFT)], address.round)
+            made = self._come_back(made if made or may_follow else [item.as_tombstone(LEFT)], lease, address.round)
         elif self._recounts and not item.tombstone:
             self._inside[item.seq] = lease
         if not made and not may_follow:
@@ -209,7 +213,7 @@ class Inbox:
         else:
             self._enter(made)
 
-    def _come_back(self, items: list[Item], round_: int) -> list[Item]:
+    def _come_back(self, items: list[Item], lease: Lease, round_: int) -> list[Item]:
         """Counts what has left the loop. Returns what goes on in it: the living, and news of a death on the way back.
 
         Whoever died inside may be told of by several ways, whoever has left by several in one round.
@@ -231,7 +235,8 @@ class Inbox:
                 self._told.add(news)
                 self._live -= 1
                 if not left:  # it may have died behind the way out, where nobody has heard of it
-                    self._leases[item.id][:0] = self._entries(item)
+                    self._leases[lease.item.id].remove(lease)
+                    self._leases[item.id] = [*self._entries(item), *self._leases.get(item.id, []), lease]
                     going.append(item)
         return going
 

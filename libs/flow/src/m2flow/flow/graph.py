@@ -90,11 +90,13 @@ class Graph:
         What comes after a stage in a loop comes after all of that loop.
         """
         before: dict[str, list[str]] = {name: list(stage.after) for name, stage in self.stages.items()}
-        for after in before.values():
-            after += [name for loop in self.cycles if not loop.isdisjoint(after) for name in loop]
         for stream in self.streams:
             if not stream.feedback:
                 before[stream.consumer].append(stream.producer)
+        for loop in self.cycles:
+            for name, after in before.items():
+                if name not in loop and not loop.isdisjoint(after):
+                    after += loop
         try:
             return tuple(TopologicalSorter(before).static_order())
         except CycleError as error:

@@ -30,6 +30,8 @@ _PRICES = np.concatenate([[0.0], np.geomspace(1e-3, 1.0, 24)])  # of a second, a
 
 def lower_bound(problem: Problem) -> float:
     """Seconds of an iteration, publication included, that no plan of the problem can take less than."""
+    if not all(problem.sizes.values()):
+        return float("inf")  # a group needs more than there is
     room = Room(problem)
     low, high = 0.0, 1e-6
     while not room.suffices(high):

@@ -57,7 +57,7 @@ def build(request: sched_pb2.PlanRequest) -> Model:
                 f"group {group.name!r} runs on devices of kind {group.device_kind!r}, the cluster has "
                 f"{sorted(found)}: add such devices to the cluster or change the group's device_kind"
             )
-    costs = build_costs(workflow, request.profile, found)
+    costs = build_costs(workflow, request.profile, request.cluster, found)
     costs.notes.extend(remarks(request))
     if request.workflow.source_items > 1 and not chunk_counts(request):
         costs.notes.append(f"{request.workflow.source_items} items divide into no equal chunks: no pipeline is tried")

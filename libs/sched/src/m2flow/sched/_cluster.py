@@ -59,6 +59,13 @@ def num_devices(cluster: sched_pb2.ClusterSpec) -> int:
     return sum(max(n.count, 1) * (n.cores + sum(d.count for d in n.devices)) for n in cluster.nodes)
 
 
+def links(cluster: sched_pb2.ClusterSpec) -> tuple[float, float]:
+    """Bytes a second and latency of a message between any two devices: of the slowest way; 0 where nothing is said."""
+    if sum(max(node.count, 1) for node in cluster.nodes) > 1:
+        return cluster.network_bytes_per_s, cluster.network_latency_s
+    return min((node.link_bytes_per_s for node in cluster.nodes), default=0.0), 0.0
+
+
 def mixed(cluster: sched_pb2.ClusterSpec) -> list[str]:
     """Kinds whose devices differ in what they can do."""
     found: dict[str, set[tuple[float, ...]]] = {}

@@ -7,7 +7,7 @@ import numpy as np
 
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
-from m2flow.sched._cluster import Pool
+from m2flow.sched._cluster import Pool, links
 from m2flow.sched._hand_offs import lately
 from m2flow.sched._series import layout_for
 from m2flow.sched._table import Floats
@@ -106,8 +106,13 @@ class Costs:
         return keep, np.minimum(offloaded, keep), run
 
 
-def build_costs(workflow: Workflow, profile: sched_pb2.Profile, kinds: Mapping[str, Pool]) -> Costs:
-    """Fits every stage of the workflow; stages without samples are answered by a roofline, or assumed, and noted."""
+def build_costs(
+    workflow: Workflow, profile: sched_pb2.Profile, cluster: sched_pb2.ClusterSpec, kinds: Mapping[str, Pool]
+) -> Costs:
+    """Fits every stage of the workflow; stages without samples are answered by a roofline, or assumed, and noted.
+
+    What was not measured of transfers is taken from the cluster's links.
+    """
     notes: list[str] = []
     taken: dict[str, list[sched_pb2.Sample]] = {}
     for sample in profile.samples:
@@ -125,6 +130,7 @@ def build_costs(workflow: Workflow, profile: sched_pb2.Profile, kinds: Mapping[s
             held = fit_memory(alone, model, layout)
             if held is not None:
                 memory[stage] = held
+    bytes_per_s, latency_s = links(cluster)
     kinds_of = {s.name: s.kind for s in workflow.graph.stages}
     hosts = {
         s: fit_stage(_alone(s, samples, (1, 1), notes), lengths=samples)
@@ -138,8 +144,8 @@ def build_costs(workflow: Workflow, profile: sched_pb2.Profile, kinds: Mapping[s
         corun=fit_corun(profile.samples, stages),
         memory=memory,
         switches={s.group: s for s in profile.switches},
-        latency_s=profile.transfer_latency_s,
-        bytes_per_s=profile.transfer_bytes_per_s,
+        latency_s=profile.transfer_latency_s or latency_s,
+        bytes_per_s=profile.transfer_bytes_per_s or bytes_per_s,
         hand_offs=lately(profile.hand_offs),
         notes=notes,
     )

@@ -1,13 +1,14 @@
 """From a plan's tree to an execution plan: device ids, granularity, order, residency and capacities."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from math import ceil
 
 import numpy as np
 
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.sched._build import Model
-from m2flow.sched._closed_form import chunk_starts, intervals, iteration_seconds
+from m2flow.sched._closed_form import Tails, chunk_starts, intervals, iteration_seconds
 from m2flow.sched._plans import Candidate
 from m2flow.sched._tree import Leaf, Pipe, Tree, Turns, leaves, walk
 from m2flow.sched._workflow import work_sources
@@ -161,30 +162,43 @@ def _add_stages(model: Model, candidate: Candidate, plan: flow_pb2.ExecutionPlan
 def _add_edges(model: Model, candidate: Candidate, plan: flow_pb2.ExecutionPlan) -> None:
     """Bounds that make turns within a chunk alternate; all other edges have none.
 
-    An edge of a pipeline that has such turns holds as many chunks as the producer is ahead of the consumer in the
-    closed form, where every chunk begins one period after the one before. Where items meet others on the way, or find
-    their rank by their place, there is no bound: those that wait for others would fill it. The feedback of a cycle
-    holds the chunk that goes round.
+    Where items meet others on the way, or find their rank by their place, there is no bound: those that wait for others
+    would fill it. The feedback of a cycle holds the chunk that goes round.
     """
     home: dict[str, Leaf] = {}
-    ahead: dict[int, tuple[Pipe, float]] = {}
+    chunks: dict[tuple[int, int], int] = {}
     for part in walk(candidate.tree):
         if isinstance(part, Leaf):
             home.update(dict.fromkeys(model.workflow.nodes[part.node].stages, part))
         elif isinstance(part, Pipe) and any(isinstance(inner, Turns) for inner in walk(part)):
-            starts, period = chunk_starts(part, model.problem.tails)
-            ahead.update({node: (part, start / (period or 1.0)) for node, start in starts.items()})
+            chunks.update(_chunks_ahead(part, model.problem.tails))
     sources = work_sources(model.workflow)
     for stream in model.workflow.graph.streams:
         capacity, volume = 0, model.workflow.volumes[stream.consumer]
         producer, consumer = home.get(stream.producer), home.get(stream.consumer)
         if stream.feedback:
             capacity = ceil(volume / home[min(sources[stream.producer])].chunks - 1e-9)
-        elif producer and consumer and producer.node in ahead and consumer.node in ahead:
-            (one, begins), (other, follows) = ahead[producer.node], ahead[consumer.node]
-            if one is other and not producer.streams and not _by_place(model, plan, stream.consumer):
-                capacity = max(1, ceil(volume / consumer.chunks - 1e-9)) * max(1, ceil(follows - begins - 1e-9))
+        elif producer and consumer and not _by_place(model, plan, stream.consumer):
+            ahead = chunks.get((producer.node, consumer.node), 0)
+            capacity = ahead * max(1, ceil(volume / consumer.chunks - 1e-9))
         plan.edges.add(producer=stream.producer, consumer=stream.consumer, capacity=capacity)
+
+
+def _chunks_ahead(pipe: Pipe, tails: Tails) -> dict[tuple[int, int], int]:
+    """By producer and consumer, the chunks that the one is ahead of the other in the closed form, where every chunk
+    begins one period after the one before; one more for a producer that others of its layer may hold up."""
+    starts, period = chunk_starts(pipe, tails)
+    layer_of = {leaf.node: number for number, part in enumerate(pipe.parts) for leaf in leaves(part)}
+    first = [min(starts[leaf.node] for leaf in leaves(part)) for part in pipe.parts]
+    found = {}
+    for producer, consumer in product(starts, starts):
+        held_up = layer_of[producer] != layer_of[consumer] and starts[producer] > first[layer_of[producer]]
+        ahead = ceil((starts[consumer] - starts[producer]) / (period or 1.0) - 1e-9)
+        found[producer, consumer] = max(1, ahead) + held_up
+    head = pipe.parts[0]
+    if isinstance(head, Leaf) and head.streams:
+        found = {ends: ahead for ends, ahead in found.items() if ends[0] != head.node}
+    return found
 
 
 def _by_place(model: Model, plan: flow_pb2.ExecutionPlan, stage: str) -> bool:

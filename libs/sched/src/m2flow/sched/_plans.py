@@ -89,6 +89,8 @@ def _exact_plans(problem: Problem, mode: str, count: int, searches: int) -> Foun
     if not problem.sizes:
         plans = _different(problem, sorted(_rows(problem, mode, NO_PINS), key=_by_seconds), count)
         return Found(plans, plans[0].seconds if plans else 0.0)
+    if not all(problem.sizes.values()):
+        return Found([], 0.0)  # a group needs more than there is
     choices, ranked = Choices(problem, mode), list[_Ranked]()
     for _ in range(searches):
         limit_s = ranked[count - 1][0] if len(ranked) >= count else np.inf

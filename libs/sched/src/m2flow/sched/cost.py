@@ -32,11 +32,12 @@ _FAR = np.log(8.0)  # from 8x outside the samples a roofline, where there is one
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds, the relative half-width of the interval believed in, and where they come from."""
+    """Seconds, the relative half-width of the interval believed in, where they come from, and whether from far away."""
 
     seconds: float
     relative_error: float
     origin: Origin
+    far: bool = False
 
     @property
     def low_s(self) -> float:
@@ -104,10 +105,11 @@ class StageCost:
         query = np.array([np.log(max(items * self.per_item, 1e-12)), np.log(devices)])
         outside = float(self._outside(query[None, :])[0])
         if self.roof is not None and outside > _FAR:
-            return Estimate(seconds, float(np.hypot(error, self.roof.noise)), "roofline")
+            return Estimate(seconds, float(np.hypot(error, self.roof.noise)), "roofline", far=True)
         near = float(((self.points - query) ** 2).sum(axis=1).min())
         if outside > 1e-6:
-            return Estimate(seconds, error + 0.15 * outside + 0.3 * max(0.0, outside - float(_FAR)), "extrapolated")
+            beyond = max(0.0, outside - float(_FAR))
+            return Estimate(seconds, error + 0.15 * outside + 0.3 * beyond, "extrapolated", far=beyond > 0)
         return Estimate(seconds, error + min(0.05, near**0.5 * 0.05), "measured" if near < 1e-6 else "interpolated")
 
     def items_like(self, sample: sched_pb2.Sample) -> float:

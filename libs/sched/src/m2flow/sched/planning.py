@@ -12,6 +12,7 @@ from m2flow.sched.errors import InfeasibleError, InputError
 from m2flow.sched.simulation import run_plan
 
 NUM_RANKED = 20
+_BEYOND = {"roofline": "a roofline says how its curve goes on", "extrapolated": "its curve is extended"}
 
 
 def plan(request: sched_pb2.PlanRequest) -> sched_pb2.PlanResponse:
@@ -84,9 +85,10 @@ def respond(model: Model, found: Found, seconds: float) -> sched_pb2.PlanRespons
     if ranked:
         first = next(c for c in found.plans if shape(c.tree) == ranked[0].shape)
         response.notes.extend(
-            f"{stage}: asked far outside its samples; a roofline goes on from them, right within a factor of two"
+            f"{stage}: asked far outside its samples; {_BEYOND[estimate.origin]}, {estimate.low_s:.3g} to "
+            f"{estimate.high_s:.3g} s a chunk"
             for _, stage, estimate in estimates(model, first.tree)
-            if estimate.origin == "roofline" and model.costs.stages[stage].roof is not None
+            if model.costs.stages[stage].origin == "measured" and estimate.far
         )
     if not found.plans:
         response.infeasible = why_infeasible(model)

@@ -198,20 +198,18 @@ class DeviceSpec(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., count: _Optional[int] = ..., memory_bytes: _Optional[float] = ..., flops_per_s: _Optional[float] = ..., memory_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class NodeSpec(_message.Message):
-    __slots__ = ("name", "count", "devices", "cores", "memory_bytes", "link_bytes_per_s")
+    __slots__ = ("name", "count", "devices", "cores", "link_bytes_per_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     CORES_FIELD_NUMBER: _ClassVar[int]
-    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     count: int
     devices: _containers.RepeatedCompositeFieldContainer[DeviceSpec]
     cores: int
-    memory_bytes: float
     link_bytes_per_s: float
-    def __init__(self, name: _Optional[str] = ..., count: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[DeviceSpec, _Mapping]]] = ..., cores: _Optional[int] = ..., memory_bytes: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., count: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[DeviceSpec, _Mapping]]] = ..., cores: _Optional[int] = ..., link_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class ClusterSpec(_message.Message):
     __slots__ = ("nodes", "network_bytes_per_s", "network_latency_s")

@@ -1,0 +1,23 @@
+"""When a call has to be answered: one time for all that it waits for on the way."""
+
+import time
+
+
+class Deadline:
+    """`timeout_s` seconds from now; None is no end."""
+
+    __slots__ = ("_since", "_timeout_s")
+
+    def __init__(self, timeout_s: float | None = None) -> None:
+        self._since = time.monotonic()
+        self._timeout_s = timeout_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the call began."""
+        return time.monotonic() - self._since
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that are left, none below zero."""
+        return None if self._timeout_s is None else max(0.0, self._timeout_s - self.elapsed_s)

@@ -113,9 +113,10 @@ def run(model: Path, make_plan: MakePlan, scratch: Path, *overrides: str, launch
     return Outcome(receipts, flat(kept[1][1], "first."), flat(after) - flat({name: before[name] for name in after}))
 
 
-def samples(outcome: Outcome, step: int) -> list[tuple[str, float, list[list[int]]]]:
-    """Completion, reward and policy versions of each sample of a step, in source order."""
-    groups = [zip(r["completions"], r["rewards"], r["versions"], strict=True) for r in outcome.receipts[step - 1]]
+def samples(outcome: Outcome, step: int) -> list[tuple[str, float, float, list[list[int]]]]:
+    """Completion, reward, advantage and policy versions of each sample of a step, in source order."""
+    columns = ("completions", "rewards", "advantages", "versions")
+    groups = [zip(*(r[name] for name in columns), strict=True) for r in outcome.receipts[step - 1]]
     return [sample for group in groups for sample in group]
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,18 @@ def test_a_plan_changes_the_time_and_nothing_else(train: Callable[..., Run], lea
         np.testing.assert_allclose(weights(other, 3)[name], values, atol=1e-5)
 
 
-def test_one_lane_is_simulated_while_another_is_acted_for(train: Callable[..., Run]) -> None:
+def test_one_lane_is_simulated_while_another_is_acted_for(
+    train: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
     run = train("plan=spatial", *SHORT, "num_lanes=4", "episodes_per_step=16")
+    # At the end it says where the time of each device went.
+    head, *rows = capsys.readouterr().out.partition("where the devices' time went in step 3:\n")[2].splitlines()
+    assert head.split()[:3] == ["device", "seconds", "busy"]
+    assert head.split()[-1] == "unattributed"
+    table = {row.split()[0]: row.split()[1:] for row in takewhile(str.strip, rows)}
+    assert list(table) == [*map(str, range(len(table) - 1)), "all"]
+    for shares in table.values():
+        assert sum(float(share.rstrip("%")) for share in shares[1:]) == pytest.approx(100, abs=0.5)
     steps, acts = run.busy("env.step"), run.busy("policy.act")
     beside = sum(min(a[1], b[1]) > max(a[0], b[0]) for a in steps for b in acts)
     assert beside > 0

@@ -2,9 +2,9 @@
 
 import inspect
 import itertools
-import json
 
 import pytest
+from google.protobuf import json_format
 
 from m2flow.flow import Flow, Graph, Stream, TraceError, trace
 from m2flow.flow.testing import FakeSpec, as_it_is, goes_round, is_mixed, is_odd, mean_reward, whiten
@@ -387,4 +387,4 @@ def test_text_mermaid_and_proto_show_every_stage(graph):
     assert chart.startswith("flowchart LR\n")
     again = Graph.from_proto(graph.to_proto())
     assert again.to_text() == text
-    assert json.loads(graph.to_json())["name"] == "grpo"
+    assert json_format.Parse(graph.to_json(), pb.WorkflowGraph()) == graph.to_proto()

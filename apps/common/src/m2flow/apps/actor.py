@@ -217,6 +217,7 @@ def _receipt(group: Item, too_stale: int, worked_tokens: int, metrics: Metrics) 
             "answer": first["answer"],
             "completions": [member.fields["completion"] for member in members],
             "rewards": [float(reward) for reward in group.fields["rewards"]],
+            "advantages": [float(advantage) for advantage in group.fields["advantages"]],
             "versions": [_tokens_by_version(member) for member in members],
             "too_stale": too_stale,
             "prompt_length": len(first["prompt_ids"]),

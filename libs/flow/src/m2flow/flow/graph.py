@@ -71,10 +71,6 @@ class Graph:
         """The streams into a stage, in the program's order; `feedback` chooses one sort."""
         return [s for s in self.streams if s.consumer == stage and feedback in (None, s.feedback)]
 
-    def outputs(self, stage: str) -> list[pb.Stream]:
-        """The streams out of a stage."""
-        return [s for s in self.streams if s.producer == stage]
-
     def stages_of(self, group: str) -> list[pb.Stage]:
         """The stages that a group runs, in order; a publish belongs to the group whose weights it sends."""
         return [self.stages[name] for name in self.order if self.stages[name].group == group]

@@ -13,11 +13,6 @@ class Spec(Protocol):
         ...
 
     @property
-    def target(self) -> str:
-        """The class as "module:qualname"."""
-        ...
-
-    @property
     def stages(self) -> Sequence[str]:
         """The names of the stages, for tracing."""
         ...

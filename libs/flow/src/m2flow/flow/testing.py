@@ -60,7 +60,6 @@ class FakeSpec:
     devices_per_rank: int | None = 1
     can_offload: bool = True
     on_death: str = "stop"
-    target: str = "m2flow.flow.testing:FakeSpec"
 
 
 def has_turns_left(item: Item) -> bool:

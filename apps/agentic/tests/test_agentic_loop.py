@@ -36,7 +36,7 @@ def run(model: Path, run_dir: Path, plan: str, numbers: list[tuple[int, int, int
     fields = [{"prompt": f"({a}+{b})*{c}", "answer": str((a + b) * c)} for a, b, c in numbers]
     with (
         launch_run(cluster, launcher="process", run_dir=run_dir) as session,
-        Runtime(graph, fixed_plan(plan, graph, cluster), session, run_dir=run_dir) as runtime,
+        Runtime(graph, fixed_plan(plan, graph, cluster), session) as runtime,
     ):
         runtime.start(1)
         return runtime.run(1, [Item((place,), 1, entry) for place, entry in enumerate(fields)])

@@ -116,8 +116,10 @@ def test_a_released_version_is_not_waited_for(make_endpoint: Any) -> None:
 
 def test_old_and_unknown_versions_are_refused(make_endpoint: Any) -> None:
     trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    assert rollout.newest_weights("trainer", "policy") == -1
     for version in (1, 2, 3):
         trainer.stage_weights("policy", version, {"a": np.ones(2)})
+    assert rollout.newest_weights("trainer", "policy") == 3
     with pytest.raises(RemoteError, match=r"version 1 are withdrawn, want one of \[2, 3\]"):
         rollout.fetch_weights("trainer", "policy", 1)
     with pytest.raises(ValueError, match="got version 3, want more than the staged 3"):

@@ -154,6 +154,15 @@ def test_items_that_nobody_takes_yet_must_not_fill_an_inbox(graph):
         check_plan(graph, plan, cluster)
 
 
+def test_the_source_has_room_for_all_iterations_that_may_be_under_way(graph, cluster):
+    plan = spatial_plan(graph, cluster)
+    plan.edges.add(producer="prompts", consumer="rollout.generate", capacity=4)
+    check_plan(graph, plan, cluster)
+    plan.staleness = 1
+    with pytest.raises(PlanError, match=r"into rollout\.generate holds 4 items, want at least 8, or 0"):
+        check_plan(graph, plan, cluster)
+
+
 def test_ranks_in_step_inside_a_loop_are_refused():
     specs = {"env": FakeSpec("env", ("reset", "step")), "policy": FakeSpec("policy", ("act",), in_step=True)}
     graph, cluster = trace(episodes, specs, source_items=6), Cluster.virtual(4)
@@ -255,3 +264,46 @@ def test_a_quota_as_a_result_is_refused():
     graph, cluster = trace(program, specs, source_items=4), Cluster.virtual(1)
     with pytest.raises(PlanError, match=r"first is a result of the program, .* want a stage after it"):
         check_plan(graph, temporal_plan(graph, cluster), cluster)
+
+
+def restart_graph(**options):
+    """Like `quota_graph`, with what the actor learns published."""
+
+    def program(flow, rollout, actor):
+        groups = flow.gather(rollout.generate(flow.source("prompts")), by="prompt")
+        metrics = actor.train(flow.first(2, groups) if options["quota"] else groups)
+        if options["publishes"]:
+            flow.publish(actor, to=rollout)
+        return metrics
+
+    specs = {
+        "rollout": FakeSpec("rollout", ("generate",), on_death="retry"),
+        "actor": FakeSpec("actor", ("train",), in_step=options["in_step"], on_death=options["on_death"]),
+    }
+    return trace(program, specs, source_items=4, expansions={"rollout.generate": 4})
+
+
+@pytest.mark.parametrize("on_death", ["retry", "drop"])
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [("publishes", "publishes what it has learned"), ("quota", "what first has let pass"), ("in_step", "3 ranks that")],
+)
+def test_groups_that_no_fresh_process_could_go_on_for_are_not_restarted(asked, reason, on_death):
+    """After a death a quota's order waited for ever, ranks in step met nobody, and what was learned was gone."""
+    options = {"publishes": False, "quota": False, "in_step": False, asked: True}
+    cluster, weights = Cluster.virtual(4), {"rollout": 1, "actor": 3} if asked == "in_step" else {"rollout": 3}
+    graph = restart_graph(**options, on_death=on_death)
+    with pytest.raises(PlanError, match=rf"group actor .*{reason}.* got on_death = '{on_death}', want 'stop'"):
+        check_plan(graph, spatial_plan(graph, cluster, weights=weights), cluster)
+    graph = restart_graph(**options, on_death="stop")
+    check_plan(graph, spatial_plan(graph, cluster, weights=weights), cluster)
+
+
+@pytest.mark.parametrize("make", [temporal_plan, spatial_plan, hybrid_plan])
+def test_a_group_without_a_stage_has_its_devices_too(make):
+    def program(flow, rollout, spare):
+        return rollout.generate(flow.source("prompts"))
+
+    specs = {name: FakeSpec(name, ("generate",)) for name in ("rollout", "spare")}
+    graph, cluster = trace(program, specs, source_items=4), Cluster.virtual(2)
+    check_plan(graph, make(graph, cluster), cluster)

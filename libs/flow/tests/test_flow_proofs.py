@@ -112,7 +112,9 @@ def rank_jobs(flow, group, rank, devices, fabric, chance, journal, iterations):
     unit.sender.shutdown()
     unit.sender, unit._weights = Pool(world), Condition(world)
     unit.residence._mutex, unit.residence._entry = Mutex(world), Condition(world)
-    unit.have_weights(0)
+    for stage in flow.stages:
+        if stage.to == group.name:
+            unit.have_weights(stage.name, 0)
     published = {stage.name: [Promise(world) for _ in range(iterations)] for stage in flow.stages_of(group.name)}
     meeting = (
         Rendezvous(endpoint, group.name, rank, len(group.ranks)) if group.in_step and len(group.ranks) > 1 else None

@@ -383,3 +383,63 @@ def test_what_a_worker_holds_is_claimed_for_as_long_as_it_is_there():
             pytest.raises(WorkerFailed, match=r"asks for 600 bytes on .* want at most 400"),
         ):
             runtime.start()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("late", [False, True], ids=["in the first iteration", "after two publications"])
+def test_a_rank_that_dies_while_iterations_overlap_goes_on_with_the_oldest(processes, late):
+    """It waited for weights that only its own part of the iteration before could bring, or for withdrawn ones."""
+    graph = make_graph(rollout={"seconds": 0.05})
+    plan = spatial_plan(graph, Cluster.virtual(3))
+    plan.staleness = 1
+    with Runtime(graph, plan, processes) as runtime:
+        runtime.start()
+        under_way = [runtime.submit(0, prompts(0))]
+        if late:
+            under_way.append(runtime.submit(1, prompts(1)))
+            while processes.endpoint.newest_weights("actor.0", "publish:actor->rollout") < 2:
+                time.sleep(0.01)
+        [pid] = runtime.groups["rollout"].pids
+        runtime.groups["rollout"].kill(0)
+        while runtime.groups["rollout"].pids == [pid]:
+            time.sleep(0.01)
+        if not late:
+            under_way.append(runtime.submit(1, prompts(1)))
+        assert [len(pending.result().outputs) for pending in under_way] == [PROMPTS] * 2
+
+
+@pytest.mark.medium
+def test_a_failure_ends_a_submit_that_waits_for_room():
+    graph, cluster = make_graph(), Cluster.virtual(3)
+    plan = spatial_plan(graph, cluster)
+    plan.edges.add(producer="prompts", consumer="rollout.generate", capacity=2)
+    with launch_run(cluster, launcher="inproc") as session, Runtime(graph, plan, session) as runtime:
+        runtime.start()
+        with pytest.raises(WorkerFailed, match="invalid literal for int"):
+            runtime.submit(0, [Item((number,), 0, {"seed": "none"}) for number in range(PROMPTS)])
+
+
+def test_calls_between_iterations_keep_out_what_would_wait_for_them(threads):
+    graph = make_graph()
+    plan = temporal_plan(graph, CLUSTER)
+    runtime = Runtime(graph, plan, threads)
+    for ask in (lambda: runtime.apply(plan), lambda: runtime.loaded("rollout").__enter__(), runtime.carried):
+        with pytest.raises(RunStopped, match=r"want start\(\) before it"):
+            ask()
+    with runtime:
+        runtime.start()
+        with (
+            pytest.raises(RunError, match=r"rollout and actor take turns on devices \[0, .*, want one"),
+            runtime.loaded("rollout", "actor"),
+        ):
+            pass
+        with runtime.loaded("rollout"):
+            for ask in (lambda: runtime.run(0, prompts(0)), lambda: runtime.apply(plan)):
+                with pytest.raises(RunError, match="keeps rollout on their devices, want its `with` to end"):
+                    ask()
+        pending = runtime.submit(0, prompts(0))
+        with pytest.raises(RunError, match="loaded: iteration 0 is under way"), runtime.loaded("rollout"):
+            pass
+        assert len(pending.result().outputs) == PROMPTS
+    with pytest.raises(RunStopped):
+        runtime.apply(plan)

@@ -80,7 +80,7 @@ class Driver:
             with (
                 launch_run(self.cluster, launcher=self.config.launcher, run_dir=path, on_log=logs.write) as session,
                 _first_cause(session),
-                Runtime(self.graph, self.planning.plan, session, run_dir=path) as runtime,
+                Runtime(self.graph, self.planning.plan, session) as runtime,
             ):
                 runtime.start(self.first_step, carried=self.in_flight)
                 self._walk(runtime)

@@ -397,6 +397,11 @@ class Endpoint:
         ask = partial(self.request, source, SERVICE, "digests", (name, version))
         return dict(self._reader.check(source, name, version, answer, ask))
 
+    def newest_weights(self, source: str, name: str) -> int:
+        """Returns the newest version that `source` has staged under a name, -1 where there is none. Blocks for it."""
+        newest: int = self.request(source, SERVICE, "newest", (name,))
+        return newest
+
     def weight_receiver(
         self,
         name: str,

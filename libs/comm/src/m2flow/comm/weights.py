@@ -131,7 +131,9 @@ class WeightStore:
         self._pool.trim()
 
     def handle(self, request: Request) -> Any:
-        """Answers "fetch", "layout", "digests" or "slices" of a version: at once, or when it is staged."""
+        """Answers "fetch", "layout", "digests" or "slices" of a version, at once or when it is staged; or "newest"."""
+        if request.method == "newest":
+            return self._newest.get(request.args[0], -1)
         name, version, *slices = request.args
         offered = self._offered.get((name, version))
         if offered is not None:

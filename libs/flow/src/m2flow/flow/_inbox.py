@@ -24,7 +24,7 @@ from m2flow.worker import Item
 # More items than an inbox holds.
 _ALL = 1 << 30
 # How often to look whether a producer that died has come back.
-_RESTART_S = 0.05
+RESTART_S = 0.05
 
 
 @dataclass
@@ -172,11 +172,11 @@ class Inbox:
         except PeerLostError as lost:
             if not self._flow.comes_back(lost.peer):
                 raise
-            time.sleep(_RESTART_S if wait else 0.0)
+            time.sleep(RESTART_S if wait else 0.0)
             if timeout_s is not None:
                 # It may be given up meanwhile: who asks with a time-out looks for that between its waits.
                 name = self._channel.name
-                raise TimeoutError_(channel=name, key=None, peer=lost.peer, elapsed_s=_RESTART_S) from lost
+                raise TimeoutError_(channel=name, key=None, peer=lost.peer, elapsed_s=RESTART_S) from lost
             return
         for lease in leases:
             self._take(lease)

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
-from m2flow.comm import Channel, IterationEnded, TimeoutError_
+from m2flow.comm import Channel, IterationEnded, PeerLostError, TimeoutError_
 from m2flow.flow._debts import Debts
-from m2flow.flow._inbox import Chunk, Inbox
+from m2flow.flow._inbox import RESTART_S, Chunk, Inbox
 from m2flow.flow._mail import gate_channel, inbox_channel
 from m2flow.flow._outlet import Outlet
 from m2flow.flow._pull import Pull
@@ -247,8 +247,14 @@ def await_gate(flow: MicroFlow, stage: MicroStage, unit: Unit, iteration: int) -
         return
     gate: Channel = unit.context.endpoint.channel(gate_channel(flow.generation, stage.name), host=DRIVER)
     with unit.recorder.span(pb.SPAN_KIND_WAIT_INPUT, stage.name, iteration):
-        try:
-            gate.get(iteration=iteration)
-        except IterationEnded:
-            return
+        while True:
+            try:
+                gate.get(iteration=iteration)
+                break
+            except IterationEnded:
+                return
+            except PeerLostError as lost:
+                if not flow.comes_back(lost.peer):
+                    raise
+                time.sleep(RESTART_S)
     raise RunError(f"{stage.name}: its gate gave an item, want only the end of iteration {iteration}")

@@ -22,7 +22,8 @@ class Residence:
         # Bytes on each device: what it takes when it is there, and what is claimed for it now.
         self._size_bytes = 0
         self._claimed_bytes = 0
-        self._weights: tuple[str, int, Callable[[], None]] | None = None
+        # What loads new weights, by the publish stage that brought them.
+        self._weights: dict[str, tuple[int, Callable[[], None]]] = {}
         self._entered: dict[str, int] = {}
         self._entry = threading.Condition()
 
@@ -54,7 +55,7 @@ class Residence:
     def take_weights(self, stage: str, iteration: int, load: Callable[[], None]) -> None:
         """Loads new weights now where the worker is on its devices, else as soon as it is; neither needs a turn."""
         with self._mutex:
-            self._weights = stage, iteration, load
+            self._weights[stage] = iteration, load
             if self._loaded:
                 self._load_weights()
 
@@ -88,10 +89,8 @@ class Residence:
             self._claimed_bytes = size_bytes
 
     def _load_weights(self) -> None:
-        if self._weights is None:
-            return
-        stage, iteration, load = self._weights
-        self._weights = None
-        with self._context.turn, self._recorder.span(pb.SPAN_KIND_BUSY, stage, iteration) as span:
-            span.items = 1
-            load()
+        weights, self._weights = self._weights, {}
+        for stage, (iteration, load) in weights.items():
+            with self._context.turn, self._recorder.span(pb.SPAN_KIND_BUSY, stage, iteration) as span:
+                span.items = 1
+                load()

@@ -37,7 +37,7 @@ class Unit:
         context.safe_point = self.safe_points.reach
         self._lock = DeviceLock(context.endpoint, host=DRIVER)
         self._weights = threading.Condition()
-        self._version = -1
+        self._versions: dict[str, int] = {}
         self._stopped = False
 
     def enter(self, stage: MicroStage, group: MicroGroup, iteration: int) -> ExitStack:
@@ -71,22 +71,26 @@ class Unit:
     def await_weights(self, stage: str, iteration: int, version: int) -> None:
         """Waits until the worker has weights of `version` or later. Raises RunStopped at the end of the run."""
         with self._weights:
-            if self._version < version:
+            if self.version < version:
                 with self.recorder.span(pb.SPAN_KIND_WAIT_WEIGHTS, stage, iteration):
-                    self._weights.wait_for(lambda: self._version >= version or self._stopped)
+                    self._weights.wait_for(lambda: self.version >= version or self._stopped)
             if self._stopped:
                 raise RunStopped(f"{stage}: the run was stopped while it waited for weights of version {version}")
 
-    def have_weights(self, version: int) -> None:
-        """Notes that the worker has weights of `version`."""
+    def have_weights(self, publication: str, version: int) -> None:
+        """Notes that the worker has the weights of `version` that a publish stage brought."""
         with self._weights:
-            self._version = max(version, self._version)
+            self._versions[publication] = max(version, self.version_of(publication))
             self._weights.notify_all()
+
+    def version_of(self, publication: str) -> int:
+        """The version of the weights that the worker has of a publish stage; -1 before the first."""
+        return self._versions.get(publication, -1)
 
     @property
     def version(self) -> int:
-        """The version of the worker's weights; -1 before the first."""
-        return self._version
+        """The version of the worker's weights, the oldest where several stages bring some; -1 before the first."""
+        return min(self._versions.values(), default=-1)
 
     def stop(self) -> None:
         """Wakes whoever waits here, and gives back the devices."""

@@ -4,6 +4,10 @@ Both sides are stages: they take turns on devices, they have spans, and an itera
 version t+1 are those that iteration t left behind; they are staged once in host memory and mapped by every receiver.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+from m2flow.comm import RemoteError
 from m2flow.flow._loop import await_gate
 from m2flow.flow._unit import Unit
 from m2flow.flow.microflow import MicroFlow, MicroStage
@@ -49,14 +53,16 @@ class Reception:
         self.receive(iteration, iteration + 1)
 
     def receive(self, iteration: int, version: int) -> None:
-        """Waits for `version` to be staged and gives it to the worker. Blocks.
+        """Waits for `version` to be staged and gives it, or a newer one, to the worker. Blocks.
 
         Where samples may be stale, a worker in a call loads it at its next safe point. Else one that stays on its
         devices loads it in a turn of its own, and one that comes and goes, when it is there.
         """
         stage, unit = self._stage, self._unit
+        if unit.version_of(stage.name) >= version:
+            return
         with unit.recorder.span(pb.SPAN_KIND_WAIT_WEIGHTS, stage.name, iteration):
-            weights = unit.context.endpoint.fetch_weights(f"{stage.group}.0", stage.name, version)
+            weights, version = self._fetch(version)
         group = self._flow.group(stage.to)
 
         def load() -> None:
@@ -74,4 +80,16 @@ class Reception:
         else:
             with unit.enter(stage, group, iteration):
                 load_between_steps()
-        unit.have_weights(version)
+        unit.have_weights(stage.name, version)
+
+    def _fetch(self, version: int) -> tuple[Mapping[str, Any], int]:
+        """Fetches `version`, or, for who comes too late for that, the newest there is; returns it with its number."""
+        endpoint, name, source = self._unit.context.endpoint, self._stage.name, f"{self._stage.group}.0"
+        while True:
+            try:
+                return endpoint.fetch_weights(source, name, version), version
+            except RemoteError:
+                newest = endpoint.newest_weights(source, name)
+                if newest <= version:
+                    raise
+                version = newest

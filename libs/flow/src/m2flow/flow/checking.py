@@ -8,13 +8,14 @@ from math import ceil
 from m2flow.flow.errors import PlanError
 from m2flow.flow.graph import Graph
 from m2flow.flow.passes.pipeline import inbox_capacity, is_routed
+from m2flow.flow.spec import Spec
 from m2flow.proto.flow.v1 import flow_pb2 as pb
 from m2flow.worker import Cluster, Placement, PlacementError
 
 
 def check_plan(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> None:
     """Raises PlanError with every reason why `plan` cannot run `graph` on `cluster`; returns where it can."""
-    for rule in (_names, _devices, _sharing, _granularity, _quotas, _turns, _capacities, _memory):
+    for rule in (_names, _devices, _sharing, _granularity, _quotas, _restarts, _turns, _capacities, _memory):
         # Later rules read what earlier ones have checked.
         if reasons := list(rule(graph, plan, cluster)):
             raise PlanError(reasons)
@@ -131,6 +132,29 @@ def _quotas(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Iterator[
                 yield f"plan: {glue.name} is a result of the program, which ends with its quota: want a stage after it"
 
 
+def _restarts(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Iterator[str]:
+    """What a process knows that no other could take over from it, where the program would go on after its death."""
+    ranks = {group.group: group.num_ranks for group in plan.groups}
+    for name, spec in graph.specs.items():
+        if name not in ranks or spec.on_death == "stop":
+            continue
+        stages = graph.stages_of(name)
+        quotas = [glue.name for s in stages for glue in graph.glue_before(s.name) if glue.HasField("quota")]
+        if any(stage.kind == pb.STAGE_KIND_PUBLISH for stage in stages):
+            yield _unlike(name, spec, "publishes what it has learned")
+        if quotas:
+            yield _unlike(name, spec, f"knows what {quotas[0]} has let pass")
+        if spec.in_step and ranks[name] > 1:
+            yield _unlike(name, spec, f"has {ranks[name]} ranks that move in step")
+
+
+def _unlike(group: str, spec: Spec, knows: str) -> str:
+    return (
+        f"plan: group {group} {knows}, which a process started anew after a death does not: got "
+        f"on_death = {spec.on_death!r}, want 'stop'"
+    )
+
+
 def _needs_one_rank(glue: pb.Stage) -> bool:
     return bool(glue.kind == pb.STAGE_KIND_BARRIER or glue.HasField("quota"))
 
@@ -165,7 +189,13 @@ def _capacities(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Itera
         ports = tuple(graph.workers_before(name))
         capacity[name] = inbox_capacity(graph, plan, name)
         entering[name] = sum(graph.volume_out(port) for port in ports)
-        if capacity[name]:
+        source = sum(graph.volume_out(port) for port in ports if graph.stages[port].kind == pb.STAGE_KIND_SOURCE)
+        if plan.staleness and 0 < capacity[name] < source * (1 + plan.staleness):
+            yield (
+                f"plan: the edge into {name} holds {capacity[name]} items, want at least "
+                f"{source * (1 + plan.staleness)}, or 0: the next iteration would not begin while one waits for room"
+            )
+        elif capacity[name]:
             yield from _crowding(graph, plan, name, ports, capacity[name], entering[name])
     for producer, consumer in _sharing_pairs(graph, plan):
         if producer in graph.in_cycles and consumer in graph.in_cycles:

@@ -69,7 +69,9 @@ def _chunks(graph: Graph, placed: Mapping[str, list[int]], num_chunks: int) -> d
 
 
 def _in_order(graph: Graph) -> list[str]:
-    return list(dict.fromkeys(graph.stages[name].group for name in graph.order if graph.stages[name].group))
+    """All groups by where the program comes to them first, those without a stage at the end."""
+    staged = [graph.stages[name].group for name in graph.order if graph.stages[name].group]
+    return list(dict.fromkeys([*staged, *graph.groups]))
 
 
 def _of_kind(cluster: Cluster, kind: str) -> list[int]:

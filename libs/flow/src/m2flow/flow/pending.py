@@ -36,6 +36,7 @@ class Pending:
         iteration: int,
         endpoint: Endpoint,
         runners: Mapping[str, AttachedGroup],
+        under_way: Sequence["Pending"],
         *,
         board: QuotaBoard,
         more: More | None,
@@ -44,11 +45,13 @@ class Pending:
         on_over: Callable[["Pending"], None],
         stir: Callable[[], None],
     ) -> None:
-        """`on_over` hears of its end, `stir` of every sign of life before."""
+        """`under_way` are those that are not over; the caller keeps that list. `on_over` hears of the end of this one,
+        `stir` of every sign of life before."""
         self.iteration = iteration
         self._flow = flow
         self._endpoint = endpoint
         self._runners = runners
+        self._under_way = under_way
         self._board = board
         self._more = more
         self._clocks = clocks
@@ -70,7 +73,7 @@ class Pending:
         """
         self._check(items)
         for runner in self._runners.values():
-            runner.begin(self.iteration, pack(self._flow))
+            runner.begin(self.iteration, self._numbers(), pack(self._flow))
         self._feed(items)
         if not self._quotas:
             self._outlet.end(self.iteration)
@@ -87,7 +90,7 @@ class Pending:
         return self._result
 
     def _collect(self) -> IterationResult:
-        self._handles = [runner.finish(self.iteration, pack(self._flow)) for runner in self._runners.values()]
+        self._ask()
         if self._quotas:
             self._feed_until_full()
         lost: Counter[str] = Counter()
@@ -112,8 +115,25 @@ class Pending:
 
     def _feed(self, items: Sequence[Item]) -> None:
         self._check(items)
-        self._outlet.put(items, [0] * len(items), self.iteration)
+        while True:
+            try:
+                self._outlet.put(items, [0] * len(items), self.iteration, timeout_s=_LOOK_S)
+                break
+            except TimeoutError_:
+                self._ask()
+                self._raise_failure()
         self._num_fed += len(items)
+
+    def _ask(self) -> None:
+        """Asks all ranks for the end of the iteration, once: so the driver hears of a failure, and who was restarted
+        goes on."""
+        self._handles = self._handles or [
+            runner.finish(self.iteration, self._numbers(), pack(self._flow)) for runner in self._runners.values()
+        ]
+
+    def _numbers(self) -> list[int]:
+        """The iterations that are under way, in order."""
+        return sorted({self.iteration, *(pending.iteration for pending in self._under_way)})
 
     def _check(self, items: Sequence[Item]) -> None:
         for number, item in enumerate(items, start=self._num_fed):

@@ -43,27 +43,29 @@ class RankRunner:
         self._begun: dict[int, dict[str, Future[Counter[str]]]] = {}
         self._fresh = True
 
-    def begin(self, iteration: int, packed: bytes) -> None:
+    def begin(self, iteration: int, under_way: Sequence[int], packed: bytes) -> None:
         """Starts an iteration of a packed flow: each stage follows its own previous one.
 
-        Blocks only in a rank that was restarted.
-
-        Such a rank first catches up with where the one before it was, whichever call reaches it first.
+        Blocks only in a rank that was restarted. Such a rank first catches up with where the one before it was,
+        whichever call reaches it first: it begins all iterations that are `under_way`, this one among them.
         """
         if iteration in self._begun:
             return
         flow = unpack(packed)
+        starting: Sequence[int] = [iteration]
         if self._fresh and self._unit.context.attempt:
-            self._catch_up(iteration, flow)
+            starting = under_way
+            self._catch_up(starting, flow)
         self._fresh = False
-        self._begun[iteration] = {name: self._lane(name).submit(job) for name, job in self._jobs(iteration, flow)}
+        for number in starting:
+            self._begun[number] = {name: self._lane(name).submit(job) for name, job in self._jobs(number, flow)}
 
-    def finish(self, iteration: int, packed: bytes) -> dict[str, Any]:
+    def finish(self, iteration: int, under_way: Sequence[int], packed: bytes) -> dict[str, Any]:
         """Waits for the end of an iteration here; returns its spans and what was lost. Raises what a stage raised.
 
-        A rank that was restarted may not have begun the iteration: it does now.
+        A rank that was restarted may not have begun the iteration: it does now, as by `begin`.
         """
-        self.begin(iteration, packed)
+        self.begin(iteration, under_way, packed)
         futures = list(self._begun[iteration].values())
         wait(futures, return_when=FIRST_EXCEPTION)
         lost: Counter[str] = Counter()
@@ -154,13 +156,13 @@ class RankRunner:
 
         return run
 
-    def _catch_up(self, iteration: int, flow: MicroFlow) -> None:
+    def _catch_up(self, under_way: Sequence[int], flow: MicroFlow) -> None:
         """Brings a fresh worker to where the one before it was: off its devices, and with the weights of the day."""
         self.rest(flow)
         if type(self._unit.worker).on_death == "drop":
-            self._unit.orphans.bury(iteration)
+            self._unit.orphans.bury(under_way)
         if self._unit.version < 0:
-            self.receive_weights(iteration, flow)
+            self.receive_weights(under_way[0], flow)
 
     def _received(self, flow: MicroFlow) -> list[MicroStage]:
         return [stage for stage in flow.stages if stage.to == self._unit.context.group]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
+from itertools import combinations
 
 from m2flow.flow._clocks import Clocks
 from m2flow.flow._mail import gate_channel, inbox_channel
@@ -29,22 +29,21 @@ _RUNNER = "m2flow.flow.runner:RankRunner"
 class Runtime:
     """One program under one plan at a time, on the workers of one session."""
 
-    def __init__(
-        self, graph: Graph, plan: pb.ExecutionPlan, session: Session, *, run_dir: Path | str | None = None
-    ) -> None:
+    def __init__(self, graph: Graph, plan: pb.ExecutionPlan, session: Session) -> None:
         """Checks the plan; nothing starts. Raises PlanError with every reason why it cannot run."""
         check_plan(graph, plan, session.cluster)
         self.graph = graph
         self.plan = plan
         self.groups: dict[str, WorkerGroup] = {}
         self._session = session
-        self._run_dir = Path(run_dir) if run_dir is not None else session.run_dir
         self._flow = lower(graph, plan)
         self._runners: dict[str, AttachedGroup] = {}
         self._epoch_ns = time.monotonic_ns()
         self._clocks = Clocks()
         self._next = 0
         self._under_way: list[Pending] = []
+        # The groups that are on their devices for calls.
+        self._loaded: list[str] = []
         self._stopped = False
         self._board = serve(session)
         session.watchdog.add_witness(lambda now_s: [line for pending in self._under_way for line in pending.waits()])
@@ -92,6 +91,7 @@ class Runtime:
             iteration,
             self._session.endpoint,
             self._runners,
+            self._under_way,
             board=self._board,
             more=more,
             clocks=self._clocks,
@@ -108,14 +108,19 @@ class Runtime:
     def loaded(self, *names: str) -> Iterator[None]:
         """Keeps groups on their devices, with their newest weights, for calls between iterations. Blocks at first.
 
-        Groups that a plan never offloads are there at any time, and need it not.
+        Groups that a plan never offloads are there at any time, and need it not. Raises RunError while an iteration is
+        under way, and for groups that take turns on the same devices; nothing runs meanwhile.
         """
+        self._refuse_now("loaded")
+        self._refuse_together([*self._loaded, *names])
         runners = [self._runners[name] for name in names]
+        self._loaded += names
         try:
             for handle in [runner.load(self._next, self._flow) for runner in runners]:
                 handle.wait()
             yield
         finally:
+            self._loaded = [name for name in self._loaded if name not in names]
             for handle in [runner.unload() for runner in runners]:
                 handle.wait()
 
@@ -124,9 +129,10 @@ class Runtime:
 
         Groups whose ranks or devices change are re-placed with their state (`Session.replace_all`), or published to;
         the others keep running, and what quotas carry over stays. Raises PlanError where the plan cannot run, and
-        RunError while an iteration is under way; the old plan then stays.
+        RunError while an iteration is under way or a group is loaded; the old plan then stays.
         """
-        self._refuse_under_way("apply")
+        self._refuse_now("apply")
+        self._refuse_loaded("apply")
         check_plan(self.graph, plan, self._session.cluster)
         old, flow = self._flow, replace(lower(self.graph, plan), generation=self._flow.generation + 1)
         moved = [group for group in flow.groups if group.ranks != old.group(group.name).ranks]
@@ -148,7 +154,7 @@ class Runtime:
 
         Raises RunError while an iteration is under way.
         """
-        self._refuse_under_way("carried")
+        self._refuse_now("carried")
         kept: dict[str, list[Item]] = {}
         for group in self._carriers():
             for found in self._runners[group].carried().result():
@@ -169,8 +175,8 @@ class Runtime:
                 self._session.stop(group)
 
     def _check_submit(self, iteration: int) -> None:
-        if self._stopped or not self._runners:
-            raise RunStopped(f"iteration {iteration}: the runtime is not running, want start() before it")
+        self._refuse_idle(f"iteration {iteration}")
+        self._refuse_loaded("submit")
         if iteration != self._next:
             raise ValueError(f"submit: got iteration {iteration}, want {self._next}, the next one")
         if len(self._under_way) > self._flow.staleness:
@@ -203,7 +209,25 @@ class Runtime:
         for group in self._carriers():
             self._runners[group].carry(carried).wait()
 
-    def _refuse_under_way(self, asked: str) -> None:
+    def _refuse_idle(self, asked: str) -> None:
+        if self._stopped or not self._runners:
+            raise RunStopped(f"{asked}: the runtime is not running, want start() before it")
+
+    def _refuse_loaded(self, asked: str) -> None:
+        if self._loaded:
+            names = ", ".join(self._loaded)
+            raise RunError(f"{asked}: runtime.loaded() keeps {names} on their devices, want its `with` to end first")
+
+    def _refuse_together(self, names: Sequence[str]) -> None:
+        flow = self._flow
+        locked = {name for stage in flow.stages if stage.locked for name in (stage.group, stage.to)}
+        for name, other in combinations(names, 2):
+            common = sorted(set(flow.group(name).devices) & set(flow.group(other).devices))
+            if common and {name, other} <= locked:
+                raise RunError(f"loaded: {name} and {other} take turns on devices {common}, want one at a time")
+
+    def _refuse_now(self, asked: str) -> None:
+        self._refuse_idle(asked)
         if self._under_way:
             first = self._under_way[0].iteration
             raise RunError(f"{asked}: iteration {first} is under way, want its result taken first")

@@ -17,7 +17,7 @@ _MOST = 4.0  # a sensitivity is looked for between a quarter and four times the 
 _STEPS = 6  # in so many steps,
 _CLOSE = 1.005  # of which the first that flips the choice is halved until the number is this close
 _MOST_STAGES = 3
-_SEARCHES = 6  # of a what-if, from the pins of the best plan on
+_SEARCHES = 3  # of a what-if, from the pins of the best plan on
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.comm import (
-    Address,
     Endpoint,
     PayloadError,
     PeerLostError,
     TimeoutError_,
     _torch,
     encode,
-    explain_route,
-    route,
 )
-from m2flow.comm.collectives import spans
+from m2flow.comm.collectives import move_rows, spans
 from m2flow.comm.process_group import ProcessGroupBackend
 from m2flow.comm.testing import PatientConformance, Ranks
 
@@ -205,20 +202,15 @@ def test_spans_refuse_unequal_sums() -> None:
         spans([3], [4])
 
 
-@pytest.mark.parametrize(
-    ("target", "payload", "peer_to_peer", "backend"),
-    [
-        (Address("h", "1"), "cpu", True, "reference"),
-        (Address("h", "2"), "cpu", True, "shared_memory"),
-        (Address("i", "1"), "cpu", True, "grpc"),
-        (Address("h", "2", "cuda:1"), "cuda", True, "cuda_ipc"),
-        (Address("i", "2", "cuda:1"), "cuda", True, "nccl"),
-        (Address("i", "2", "cuda:1"), "cuda", False, "grpc_through_host"),
-    ],
-)
-def test_a_route_follows_from_addresses_and_payload(
-    target: Address, payload: Any, peer_to_peer: bool, backend: str
-) -> None:
-    source = Address("h", "1")
-    assert route(source, target, payload, peer_to_peer=peer_to_peer).backend == backend
-    assert backend in explain_route(source, target, payload, peer_to_peer=peer_to_peer)
+def test_tensors_are_rows_too(run_dir: Path) -> None:
+    sources, targets = {"r0": 3}, {"r0": 1, "r1": 2, "r2": 0}
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(Endpoint(run_dir, name, token="t", by_reference=False)) for name in NAMES]
+        rows = torch.arange(6).reshape(3, 2).to(torch.bfloat16)
+        handles = [
+            move_rows(rank, rows if rank.name == "r0" else None, tag="t", sources=sources, targets=targets)
+            for rank in ranks
+        ]
+        moved = [handle.wait(10) for handle in handles]
+    assert [tuple(found.shape) for found in moved] == [(1, 2), (2, 2), (0, 2)]
+    assert torch.equal(torch.cat(moved), rows)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from m2flow.comm import CommError, Endpoint, PayloadError, PeerLostError, cuda_ipc
+from m2flow.comm import CommError, Endpoint, PayloadError, PeerLostError, cuda_ipc, route
 from m2flow.comm.cuda_ipc import CudaIpcBackend
 from m2flow.comm.testing import PatientConformance, Ranks
 
@@ -179,8 +179,27 @@ def test_a_tensor_that_came_so_is_not_sent_on(fake: FakeGpu, backends: Any, monk
 def test_over_grpc_it_is_refused(fake: FakeGpu, tmp_path: Path) -> None:
     with Endpoint(tmp_path / "a", "a", token="t") as a, Endpoint(tmp_path / "b", "b", token="t") as b:
         a.add_address("b", b.listen("127.0.0.1:0"))
-        with pytest.raises(PayloadError, match="'b', which is on another host: use NCCL"):
+        way = route(a.address, a.address_of("b"), "cuda")
+        assert way.backend == "nccl"
+        with pytest.raises(PayloadError, match=r"'b': .* torch.distributed moves .*; use nccl") as refused:
             CudaIpcBackend(a).isend("b", torch.ones(3))
+        assert way.reason in str(refused.value)
+
+
+@pytest.mark.parametrize("by_reference", [False, True])
+def test_gpu_tensors_go_as_route_says(fake: FakeGpu, run_dir: Path, by_reference: bool) -> None:
+    tensor = torch.arange(100_000)
+    with (
+        Endpoint(run_dir, "a", token="t", by_reference=by_reference) as a,
+        Endpoint(run_dir, "b", token="t", by_reference=by_reference) as b,
+    ):
+        backends = CudaIpcBackend(a), CudaIpcBackend(b)
+        backends[0].isend("b", tensor)
+        arrived = backends[1].irecv("a").result(5)
+        used = "reference" if arrived is tensor else "cuda_ipc" if backends[0]._lent else "another"
+        assert route(a.address, a.address_of("b"), "cuda").backend == used
+        assert used == ("reference" if by_reference else "cuda_ipc")
+        assert a._fabric.pool.size_bytes == 0
 
 
 READER = """
@@ -218,6 +237,7 @@ def test_another_process_reads_a_gpu_tensor_in_place(ends: Any, backends: Any, p
     reader.process.stdin.flush()
     assert reader.line() == "0"
     assert len(a._lent) == 1
+    assert route(ends[0].address, ends[0].address_of("reader"), "cuda").backend == "cuda_ipc"
     if dies:
         reader.kill()
     else:

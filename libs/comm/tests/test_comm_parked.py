@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from m2flow.comm import _torch, decode, encode
+from m2flow.comm import _torch, decode, encode, route
 
 
 @pytest.fixture
@@ -32,6 +32,9 @@ def test_an_item_from_a_gpu_is_copied_once_to_pinned_memory(pinned: list[int], m
     for index in range(3):
         puts.put({"x": torch.full((100, 300), index).t(), "small": torch.tensor(index)}, id=str(index))
     assert len(pinned) == 1
+    way = route(producer.address, producer.address_of("host"), "cuda", parked=True)
+    assert way.backend == "shared_memory"
+    assert "parked in host memory" in way.reason
     leases = gets.get_batch(3, timeout_s=5)
     for index, lease in enumerate(leases):
         assert torch.equal(lease.item["x"], torch.full((300, 100), index))

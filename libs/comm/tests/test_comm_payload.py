@@ -4,7 +4,7 @@ import math
 import random
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from m2flow.comm import PayloadError, _torch, decode, encode, register
+from m2flow.comm import PayloadError, Pickled, _torch, decode, encode, register
+from m2flow.comm._tree import check
 from m2flow.comm.payload import Place
 
 HEADER_BYTES = 20
@@ -102,6 +103,56 @@ trees = st.recursive(
 @settings(max_examples=100, deadline=None)
 def test_any_tree_round_trips(tree: Any) -> None:
     assert same(round_trip(tree), tree)
+
+
+def refusal(of: Callable[[Any], Any], tree: Any) -> str:
+    """Says what a tree is refused with; empty where it is not."""
+    try:
+        of(tree)
+    except PayloadError as error:
+        return str(error)
+    return ""
+
+
+@given(trees)
+@settings(max_examples=30, deadline=None)
+def test_what_is_encoded_passes_the_check(tree: Any) -> None:
+    assert refusal(encode, tree) == refusal(check, tree) == ""
+
+
+def nested(depth: int, leaf: Any) -> Any:
+    for _ in range(depth):
+        leaf = (leaf,)
+    return leaf
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        object(),
+        {1},
+        Step,
+        np.array([object()]),
+        np.zeros(2, [("a", "i4")]),
+        torch.zeros(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        Pickled(lambda: 1),
+    ],
+    ids=lambda wrong: type(wrong).__name__,
+)
+def test_what_is_not_encoded_is_refused_by_the_check_in_the_same_words(wrong: Any) -> None:
+    for tree in (wrong, [wrong], {"a": (1, wrong)}, {(1, 2): wrong}, Pair(1, wrong), nested(100, wrong)):
+        assert refusal(check, tree) == refusal(encode, tree) != ""
+
+
+@pytest.mark.parametrize("leaf", [1, (), {}, np.zeros(2), Pair(1, 2)], ids=lambda leaf: type(leaf).__name__)
+def test_the_check_allows_the_depth_that_the_writer_does(leaf: Any) -> None:
+    for depth in (99, 100, 101):
+        assert refusal(check, nested(depth, leaf)) == refusal(encode, nested(depth, leaf))
+    assert refusal(check, nested(101, leaf))
+    endless: list[Any] = []
+    endless += [endless, endless]
+    assert refusal(check, endless) == refusal(encode, endless) != ""
 
 
 @given(trees, st.data())

@@ -30,6 +30,7 @@ from m2flow.comm._segments import Pool
 from m2flow.comm._sockets import SocketDirectory
 from m2flow.comm._unix import UnixLink
 from m2flow.comm.errors import CommError, PeerLostError
+from m2flow.comm.routing import Address, Backend, route
 
 _HELLO_TIMEOUT_S = 5.0
 _REDIAL_S = 0.01
@@ -43,8 +44,9 @@ OnFrame = Callable[[Connection, int, bytes], None]
 OnPromptCall = Callable[[Connection, int, bytes], bool]
 OnGone = Callable[[Connection, bool], None]
 
-# The endpoints of this process by run, which is a directory and a token, and by name.
-_living: "dict[tuple[int, int, str], dict[str, Fabric]]" = {}
+# The endpoints of this process by run, which is a directory and a token, and by name. One that hands nothing over by
+# reference is alone, under its name.
+_living: "dict[tuple[int, int, str, str], dict[str, Fabric]]" = {}
 # Held while one comes or goes, and while one is connected to another: both might do that at once.
 _meeting = threading.Lock()
 
@@ -73,6 +75,7 @@ class Fabric:
             self._directory.close()
             raise
         self.identity = identity
+        self.here = Address(os.uname().nodename, f"process {os.getpid()}")
         self._by_reference = by_reference
         self.loop = Loop(identity.name, before_sleep=self._send_releases)
         self.pool = Pool(quota_bytes, on_retire=self._retire)
@@ -102,7 +105,7 @@ class Fabric:
         self._all: set[Connection] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._run = (*self._directory.identity, identity.token)
+        self._run = (*self._directory.identity, identity.token, "" if by_reference else identity.name)
         self._living: dict[str, Fabric] = {}
 
     def start(self, on_frame: dict[Kind, OnFrame], on_prompt_call: OnPromptCall) -> None:
@@ -122,8 +125,8 @@ class Fabric:
         known = self._known(peer)
         if known is not None:
             return known
-        other = None if peer in self._addresses else self.in_this_process(peer)
-        if other is not None and (other is self or (self._by_reference and other._by_reference)):
+        other = self.in_this_process(peer)
+        if other is not None and self._backend_to(peer) != "grpc":
             joined = self._join(other)
             if joined is not None:
                 return joined
@@ -132,7 +135,7 @@ class Fabric:
             if known is not None:
                 return known
             address = self._addresses.get(peer)
-            connection, link = self._new(peer, UnixLink if address is None else self._grpc_link)
+            connection, link = self._new(peer, self._grpc_link if self._backend_to(peer) == "grpc" else UnixLink)
             # Before any other thread finds the connection: nothing may go out ahead of the hello.
             connection.send(Kind.HELLO, 0, self.identity.hello())
             self._dialled[peer] = connection
@@ -202,14 +205,29 @@ class Fabric:
         return str(self._remote().listen(address, self._accept_stream))
 
     def in_this_process(self, peer: str) -> "Fabric | None":
-        """Returns a peer of the same run whose endpoint is in this very process, if there is one."""
+        """Returns a peer of the same run in this process, if both hand objects over, or this very endpoint."""
         found = self._living.get(peer)
         return None if found is None or found._closed else found
+
+    def where(self, peer: str) -> Address:
+        """Returns a peer's address, as far as it is known: by its connection, or by how it would be reached.
+
+        Whose link passes no descriptors is on another host.
+        """
+        known = self._dialled.get(peer) or self._accepted.get(peer)
+        if peer in self._addresses if known is None else not known.link.passes_fds:
+            return Address(self._addresses.get(peer, f"host of {peer}"), peer)
+        if self._by_reference and self.in_this_process(peer) is not None:
+            return self.here
+        return Address(self.here.host, peer)
+
+    def _backend_to(self, peer: str) -> Backend:
+        return route(self.here, self.where(peer), "cpu").backend
 
     def stays_here(self, channel: str, host: str) -> bool:
         """Says whether what is put into a channel need not leave this process: its host and all consumers are in it."""
         hosting = self.in_this_process(host)
-        if hosting is None:
+        if hosting is None or self._backend_to(host) != "reference":
             return False
         consumers = hosting.consumers_of(channel)
         return bool(consumers) and consumers <= self._living.keys()

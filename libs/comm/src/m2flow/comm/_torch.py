@@ -5,6 +5,7 @@ torch is imported when the first tensor is met, here or on the wire, and never o
 
 import importlib
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -42,6 +43,11 @@ def is_tensor(value: Any) -> bool:
     """Says whether a value is a torch tensor, without importing torch when nobody has."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
+
+
+def concatenate(arrays: Sequence[Any]) -> Any:
+    """Returns arrays or tensors of one kind as one, along their first dimension."""
+    return sys.modules["torch"].cat(arrays) if is_tensor(arrays[0]) else np.concatenate(arrays)
 
 
 def code_of(tensor: Any) -> int:

@@ -95,7 +95,7 @@ class TreeWriter:
     def _enter(self) -> None:
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise PayloadError(f"got a tree nested deeper than {MAX_DEPTH}: flatten it (does it contain itself?)")
+            raise _too_deep()
 
     def _all(self, values: Iterable[Any]) -> None:
         self._enter()
@@ -225,6 +225,37 @@ WRITERS: dict[type, Callable[[TreeWriter, Any], None]] = {
     np.ndarray: TreeWriter._ndarray,
     Pickled: TreeWriter._pickled,
 }
+# What has an encoding whatever its value is.
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+
+
+def check(value: Any, depth: int = 0) -> None:
+    """Raises PayloadError for what `TreeWriter` refuses, without writing it; `depth` is how deep in a tree it lies."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return
+    inside: Iterable[Any]
+    if kind is dict:
+        inside = itertools.chain.from_iterable(value.items())
+    elif kind is list or kind is tuple:
+        inside = value
+    elif (record := record_of(kind)) is not None:
+        inside = [getattr(value, name) for name in record.fields]
+    elif kind is np.ndarray:
+        _dtypes.code_of(value.dtype)
+        return
+    else:
+        # Rare as it is: what a tensor or a pickle must be is said once, where it is written.
+        TreeWriter().write(value)
+        return
+    if depth == MAX_DEPTH:
+        raise _too_deep()
+    for each in inside:
+        check(each, depth + 1)
+
+
+def _too_deep() -> PayloadError:
+    return PayloadError(f"got a tree nested deeper than {MAX_DEPTH}: flatten it (does it contain itself?)")
 
 
 class TreeReader:

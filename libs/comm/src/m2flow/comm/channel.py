@@ -16,6 +16,7 @@ from m2flow.comm._frames import Kind
 from m2flow.comm._items import MAX_WEIGHT, add_payloads, can_be_summed, column
 from m2flow.comm._lease import Asked, Lease
 from m2flow.comm._references import Reference
+from m2flow.comm._tree import check
 from m2flow.comm.errors import TimeoutError_
 from m2flow.comm.payload import Encoded, Tree, encode
 from m2flow.proto.comm.v1 import comm_pb2
@@ -111,7 +112,7 @@ class Channel:
         """
         puts = [Put(item=item, id=id, iteration=iteration, weight=weight, key=key)]
         self._waits("put_nowait")
-        self._ask_put(puts, _encoded(puts), Deadline(), wait=False).wait()
+        self._ask_put(puts, self._encoded(puts), Deadline(), wait=False).wait()
 
     def put_tombstone(
         self,
@@ -135,7 +136,7 @@ class Channel:
         if items:
             self._waits("put")
             deadline = Deadline(timeout_s)
-            self._ask_put(items, _encoded(items), deadline, wait=True).wait()
+            self._ask_put(items, self._encoded(items), deadline, wait=True).wait()
 
     async def aput(
         self,
@@ -155,10 +156,10 @@ class Channel:
 
     async def aput_many(self, items: Sequence[Put], *, timeout_s: float | None = None) -> None:
         """Like `put_many`, without blocking the event loop; large items are copied on another thread."""
-        deadline, encoded = Deadline(timeout_s), _encoded(items)
-        if not encoded:
+        if not items:
             return
-        if max(payload.size_bytes for payload in encoded) > INLINE_BYTES:
+        deadline, encoded = Deadline(timeout_s), self._encoded(items)
+        if encoded is not None and max(payload.size_bytes for payload in encoded) > INLINE_BYTES:
             asked = await sys.modules["asyncio"].to_thread(self._ask_put, items, encoded, deadline, wait=True)
         else:
             asked = self._ask_put(items, encoded, deadline, wait=True)
@@ -323,7 +324,20 @@ class Channel:
         connection, device = self._connect(self.host), self._device
         return Asked(self.name, connection, request, deadline, key=key, iteration=iteration, device=device)
 
-    def _ask_put(self, puts: Sequence[Put], encoded: Sequence[Encoded], deadline: Deadline, *, wait: bool) -> Asked:
+    def _encoded(self, puts: Iterable[Put]) -> list[Encoded] | None:
+        """Encodes all items before the first one costs anything: one that cannot be encoded harms none.
+
+        None where they stay in this process: there it is only checked that they could be.
+        """
+        if not self._stays_here(self.name, self.host):
+            return [encode(put.item) for put in puts]
+        for put in puts:
+            check(put.item)
+        return None
+
+    def _ask_put(
+        self, puts: Sequence[Put], encoded: Sequence[Encoded] | None, deadline: Deadline, *, wait: bool
+    ) -> Asked:
         request = comm_pb2.ChannelRequest(channel=self.name)
         request.put.wait = wait
         # Before any memory is lent: what is wrong here costs nothing.
@@ -332,7 +346,7 @@ class Channel:
         connection = self._connect(self.host)
         references: list[Reference] = []
         packed: list[bytes | comm_pb2.Block]
-        if self._stays_here(self.name, self.host):
+        if encoded is None:
             references = [Reference(put.item) for put in puts]
             packed = [reference.block for reference in references]
         else:
@@ -360,11 +374,6 @@ class Channel:
         ack = comm_pb2.AckRequest(leases=[lease.number for lease in ended], give_back=give_back)
         request = comm_pb2.ChannelRequest(channel=self.name, ack=ack)
         self._connect(self.host).send(Kind.CHANNEL, 0, request.SerializeToString())
-
-
-def _encoded(items: Iterable[Put]) -> list[Encoded]:
-    """Encodes all items before the first one costs anything: one that cannot be encoded harms none."""
-    return [encode(item.item) for item in items]
 
 
 def _describe(puts: Sequence[Put], items: comm_pb2.Items) -> None:

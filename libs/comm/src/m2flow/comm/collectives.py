@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from m2flow.comm import _torch
 from m2flow.comm.errors import TimeoutError_
 from m2flow.comm.payload import Tree
 
@@ -186,16 +186,17 @@ def spans(source_rows: Sequence[int], target_rows: Sequence[int]) -> list[Span]:
 
 def move_rows(
     backend: Backend,
-    rows: npt.NDArray[Any] | None,
+    rows: Any,
     *,
     tag: str,
     sources: Mapping[str, int],
     targets: Mapping[str, int],
-) -> Handle[npt.NDArray[Any] | None]:
+) -> Handle[Any]:
     """Deals the rows of n ranks anew to m ranks, in order and as unevenly as asked; ranks may be on both sides.
 
-    `rows` is this rank's array of shape [sources[name], ...], or None where it gives none; the result is its array of
-    shape [targets[name], ...], or None. Returns the handle at once. Raises ValueError where counts and rows disagree.
+    `rows` is this rank's numpy array or tensor of shape [sources[name], ...], or None where it gives none; the result
+    is its array of shape [targets[name], ...], or None. Where no rank gives a row, who gives no array itself takes one
+    of shape [0]. Returns the handle at once. Raises ValueError where counts and rows disagree.
     """
     givers, takers = list(sources), list(targets)
     num_rows = 0 if rows is None else len(rows)
@@ -203,7 +204,11 @@ def move_rows(
         raise ValueError(f"move_rows: got {num_rows} rows, want {sources.get(backend.name, 0)}")
     sends: list[tuple[str, Future[Any]]] = []
     receives: list[tuple[str, Future[Any]]] = []
-    for span in spans(list(sources.values()), list(targets.values())):
+    dealt = spans(list(sources.values()), list(targets.values()))
+    if dealt:
+        # Who takes no row learns from a giver of some what a row is.
+        dealt += [Span(dealt[0].source, taker, 0, 0, 0) for taker, name in enumerate(takers) if not targets[name]]
+    for span in dealt:
         giver, taker = givers[span.source], takers[span.target]
         piece = None if rows is None else rows[span.source_start : span.source_start + span.num_rows]
         if giver == taker == backend.name:
@@ -215,10 +220,10 @@ def move_rows(
         elif taker == backend.name:
             receives.append((giver, backend.irecv(giver, tag=tag)))
 
-    def finish(results: list[Any]) -> npt.NDArray[Any] | None:
+    def finish(results: list[Any]) -> Any:
         taken = results[len(sends) :]
         if taken:
-            return np.concatenate(taken)
+            return _torch.concatenate(taken)
         return None if backend.name not in targets else np.empty(0) if rows is None else rows[:0]
 
     return Handle(f"move_rows {tag}", sends + receives, finish)

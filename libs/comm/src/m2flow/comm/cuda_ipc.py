@@ -22,6 +22,7 @@ from m2flow.comm._registry import register
 from m2flow.comm.endpoint import Endpoint
 from m2flow.comm.errors import CommError, PayloadError
 from m2flow.comm.payload import Tree, decode, encode
+from m2flow.comm.routing import route
 
 _SERVICE = "m2flow.cuda_ipc"
 _MAX_THREADS = 4
@@ -89,13 +90,14 @@ class CudaIpcBackend:
         Raises PayloadError at once for what cannot be encoded, or has itself come from another process, and for a GPU
         tensor to a peer on another host.
         """
-        if self._endpoint.hands_over_to(peer):
+        way = route(self._endpoint.address, self._endpoint.address_of(peer), "cuda")
+        if way.backend == "reference":
             return self._endpoint.isend(peer, tree, tag=tag)
         encoded = encode(tree, lift=_is_on_gpu)
         if not encoded.lifted:
             return self._endpoint.isend(peer, tree, tag=tag)
-        if not self._endpoint.shares_memory_with(peer):
-            raise PayloadError(f"got a GPU tensor for {peer!r}, which is on another host: use NCCL, or send its cpu()")
+        if way.backend != "cuda_ipc":
+            raise PayloadError(f"got a GPU tensor for {peer!r}: {way.reason}; use {way.backend}, or send its cpu()")
         handles: list[Handle] = []
         try:
             for tensor in encoded.lifted:

@@ -30,6 +30,7 @@ from m2flow.comm.collectives import Handle
 from m2flow.comm.errors import TimeoutError_
 from m2flow.comm.payload import MAX_PAYLOAD_BYTES, Tree, encode
 from m2flow.comm.resharding import Box
+from m2flow.comm.routing import Address, route
 from m2flow.comm.tls import Tls
 from m2flow.comm.transfer import DEFAULT_BUCKET_BYTES, WeightReceiver
 from m2flow.comm.weights import SERVICE, StagedWeights, WeightReader, WeightStore
@@ -51,8 +52,8 @@ class Endpoint:
     `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
     run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way, and by
     itself the memory of messages that have come and nobody receives; `connect_timeout_s` is how long a peer, a service
-    or a channel may take to appear; `tls` secures what crosses hosts. With `by_reference` a message to an endpoint in
-    this same process is the object itself, and so is an item of a channel whose host and consumers are all in it;
+    or a channel may take to appear; `tls` secures what crosses hosts. With `by_reference` a message to another such
+    endpoint of this process is the object itself, and so is an item of a channel whose host and consumers are all such;
     without it the endpoint is as good as in another process. With `allow_pickle` what a peer on this host sent as
     `Pickled` is unpickled here, which lets it run anything. Create it after forking, never before.
 
@@ -79,7 +80,6 @@ class Endpoint:
     ) -> None:
         self.name = name
         self.directory = Path(directory)
-        self._by_reference = by_reference
         self._executor = LaneExecutor(_MAX_HANDLER_THREADS, name)
         self._lost_callbacks: list[Callable[[str], None]] = []
         self._lost: dict[str, int] = {}
@@ -120,6 +120,20 @@ class Endpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    # Where ends are.
+
+    @property
+    def address(self) -> Address:
+        """Where this endpoint is: `route(a.address, a.address_of("b"), payload)` is how what it sends to b goes."""
+        return self._fabric.here
+
+    def address_of(self, peer: str) -> Address:
+        """Returns where a peer is as this endpoint reaches it, or would. Does not block.
+
+        It has this endpoint's address where objects themselves are handed over, its host where memory is shared.
+        """
+        return self._fabric.where(peer)
 
     # Across hosts.
 
@@ -255,7 +269,7 @@ class Endpoint:
 
     def _isend(self, peer: str, tree: Tree, tag: str, deadline: Deadline) -> "Future[None]":
         local = self._fabric.in_this_process(peer)
-        if local is not None and self._by_reference:
+        if local is not None and route(self.address, self.address_of(peer), "cpu").backend == "reference":
             return local.mailbox.deliver(self.name, tag, tree)
         return self._request_async(peer, _MAIL, tag, tree, deadline)
 
@@ -330,8 +344,8 @@ class Endpoint:
         unless `device`, such as "cuda:0", says where this client wants its tensors. Items that are handed over within
         one process stay where they are.
         """
-        stays_here = self._fabric.stays_here if self._by_reference else _never
-        return Channel(name, host, self._fabric.connection, stays_here, self._fabric.check_may_wait, device)
+        fabric = self._fabric
+        return Channel(name, host, fabric.connection, fabric.stays_here, fabric.check_may_wait, device)
 
     def _on_io_thread(self, call: Callable[[], _T]) -> _T:
         if self._fabric.loop.works():
@@ -374,7 +388,7 @@ class Endpoint:
         later. Raises PayloadError for a digest that differs, RemoteError for a version that is withdrawn, PeerLostError
         when the source dies, TimeoutError_ after `timeout_s` seconds.
         """
-        if not self.shares_memory_with(source):
+        if route(self.address, self.address_of(source), "cpu").backend == "grpc":
             receiver, weights = self.weight_receiver(name, sources=[source]), dict[str, Tree]()
             receiver.prepare(version, timeout_s=timeout_s)
             receiver.commit(weights.update)
@@ -414,14 +428,6 @@ class Endpoint:
             delta=delta,
         )
 
-    def hands_over_to(self, peer: str) -> bool:
-        """Says whether a peer is in this process and is handed the objects themselves. Does not block."""
-        return self._by_reference and self._fabric.in_this_process(peer) is not None
-
-    def shares_memory_with(self, peer: str) -> bool:
-        """Says whether a peer is reached on this host, so that it can map what is written here. Does not block."""
-        return self._fabric.connection(peer).link.passes_fds
-
     def release_weights(self, name: str, version: int) -> None:
         """Withdraws a staged version; readers keep what they hold. Does not block.
 
@@ -437,11 +443,6 @@ class Endpoint:
         self._fabric.close()
         self._executor.close()
         self._weights.close()
-
-
-def _never(channel: str, host: str) -> bool:
-    """Where nothing is handed over by reference, every item leaves the process."""
-    return False
 
 
 def _discard(connection: Connection, done: Reply) -> None:

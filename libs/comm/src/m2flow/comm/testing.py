@@ -98,9 +98,10 @@ class BackendConformance:
                 None,
             )
 
-    def test_rows_are_dealt_anew_unevenly(self, ranks: Ranks) -> None:
+    @pytest.mark.parametrize("wanted", [{"r1": 1, "r2": 4, "r0": 2}, {"r1": 3, "r2": 0, "r0": 4}])
+    def test_rows_are_dealt_anew_unevenly(self, ranks: Ranks, wanted: dict[str, int]) -> None:
         rows = np.arange(14).reshape(7, 2)
-        counts, wanted = {"r0": 5, "r1": 2}, {"r1": 1, "r2": 4, "r0": 2}
+        counts = {"r0": 5, "r1": 2}
         starts, results = {"r0": 0, "r1": 5}, {}
 
         def run(backend: Backend) -> None:
@@ -111,6 +112,7 @@ class BackendConformance:
             results[backend.name] = moved
 
         _on_threads(run, ranks)
+        assert {name: moved.shape for name, moved in results.items()} == {name: (wanted[name], 2) for name in wanted}
         assert np.array_equal(np.concatenate([results[name] for name in wanted]), rows)
 
 

@@ -20,6 +20,7 @@ from m2flow.comm._copying import Copy, copier
 from m2flow.comm.errors import CommError, PayloadError, TimeoutError_
 from m2flow.comm.payload import Tree, encode
 from m2flow.comm.resharding import Box, Piece, cover, run
+from m2flow.comm.routing import Address, route
 from m2flow.comm.weights import SERVICE, Arrays, WeightReader, digest, read_layout
 
 DEFAULT_BUCKET_BYTES = 64 << 20
@@ -57,7 +58,10 @@ class Caller(Protocol):
 
     def request_async(self, peer: str, service: str, method: str, args: Tree = None) -> "Future[Tree]": ...
 
-    def shares_memory_with(self, peer: str) -> bool: ...
+    @property
+    def address(self) -> Address: ...
+
+    def address_of(self, peer: str) -> Address: ...
 
 
 class Prepared(NamedTuple):
@@ -120,7 +124,7 @@ class WeightReceiver:
         asked = {
             source: self._caller.request_async(source, SERVICE, "fetch", (self._name, version))
             for source in self._sources
-            if self._caller.shares_memory_with(source)
+            if route(self._caller.address, self._caller.address_of(source), "cpu").backend != "grpc"
         }
         mapped = {source: self._answer(source, answer, started, timeout_s) for source, answer in asked.items()}
         plan = self._plan(version, timeout_s, mapped)

@@ -2,8 +2,8 @@
 
 It knows nothing of the plan's tree and shares no formula with the closed form: stages take chunks of their
 granularity, or each of their ranks its share of one, when input, room and devices are there; groups that share
-devices take turns by (iteration, position); an offloaded group pays onload and offload in each turn; a long-tailed
-stage lets its items out along its curve.
+devices take turns by (iteration, position), and what one waits for is given to none after it; an offloaded group pays
+onload and offload in each turn; a long-tailed stage lets its items out along its curve.
 """
 
 import heapq
@@ -24,7 +24,7 @@ class Task:
         chunks: Number of chunks in an iteration: of a group in lanes, of shares that a lane takes.
         fraction: Of the iteration's items in one chunk; the last chunk may be smaller.
         position: In the order of turns.
-        hold: Keeps its devices until its iteration ends.
+        hold: Keeps its devices until its iteration ends, and begins when all before it on these are through.
         onload_s, offload_s: Paid at the start and the end of every turn.
         needs: Producers as (task, whether all of the iteration must have arrived).
         gathers: By producer whose items are gathered on the way, the fraction of them that a fraction of groups takes.

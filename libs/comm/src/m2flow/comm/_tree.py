@@ -232,8 +232,6 @@ _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 def check(value: Any, depth: int = 0) -> None:
     """Raises PayloadError for what `TreeWriter` refuses, without writing it; `depth` is how deep in a tree it lies."""
     kind = type(value)
-    if kind in _PLAIN:
-        return
     inside: Iterable[Any]
     if kind is dict:
         inside = itertools.chain.from_iterable(value.items())
@@ -245,13 +243,15 @@ def check(value: Any, depth: int = 0) -> None:
         _dtypes.code_of(value.dtype)
         return
     else:
-        # Rare as it is: what a tensor or a pickle must be is said once, where it is written.
+        # What a tensor or a pickle must be is said once, where it is written.
         TreeWriter().write(value)
         return
     if depth == MAX_DEPTH:
         raise _too_deep()
     for each in inside:
-        check(each, depth + 1)
+        # In line: a call costs more than the look.
+        if type(each) not in _PLAIN:
+            check(each, depth + 1)
 
 
 def _too_deep() -> PayloadError:

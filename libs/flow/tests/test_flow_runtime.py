@@ -471,6 +471,11 @@ def test_calls_between_iterations_keep_out_what_would_wait_for_them(threads):
             runtime.loaded("rollout", "actor"),
         ):
             pass
+        with (
+            pytest.raises(RunError, match=r"got groups \['rolout'\], want some of rollout, "),
+            runtime.loaded("rolout"),
+        ):
+            pass
         with runtime.loaded("rollout"):
             for ask in (lambda: runtime.run(0, prompts(0)), lambda: runtime.apply(plan)):
                 with pytest.raises(RunError, match="keeps rollout on their devices, want its `with` to end"):

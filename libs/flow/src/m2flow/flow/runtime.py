@@ -109,9 +109,11 @@ class Runtime:
         """Keeps groups on their devices, with their newest weights, for calls between iterations. Blocks at first.
 
         Groups that a plan never offloads are there at any time, and need it not. Raises RunError while an iteration is
-        under way, and for groups that take turns on the same devices; nothing runs meanwhile.
+        under way, for unknown groups, and for groups that take turns on the same devices; nothing runs meanwhile.
         """
         self._refuse_now("loaded")
+        if unknown := sorted({*names} - self._runners.keys()):
+            raise RunError(f"loaded: got groups {unknown}, want some of {', '.join(self._runners)}")
         self._refuse_together([*self._loaded, *names])
         runners = [self._runners[name] for name in names]
         self._loaded += names

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from m2flow.comm import CommError, Endpoint, TimeoutError_
 from m2flow.flow._clocks import Clocks
@@ -25,6 +26,8 @@ More = Callable[[int], Sequence[Item]]
 _LOOK_S = 0.2
 # How long the word of a failure may take to arrive once its effect was seen.
 _FAILURE_S = 10.0
+# How many results the driver takes with one request.
+_AT_ONCE = 256
 
 
 class Pending:
@@ -160,6 +163,8 @@ class Pending:
         if not sink.inbox.ports:
             return []
         channel = self._endpoint.channel(inbox_channel(self._flow.generation, sink.name), host=DRIVER)
+        # Nobody computes on chunks here: what has arrived is taken with one request, not with one for each.
+        sink = replace(sink, eager=True, share=_AT_ONCE)
         inbox = Inbox(self._flow, sink, channel, self.iteration, rank=0, quota=None)
         outputs: list[Item] = []
         dead: set[tuple[tuple[int, ...], str]] = set()  # one that came by several of the program's results is one

@@ -70,7 +70,7 @@ def test_large_items_come_in_shared_memory_and_the_memory_is_used_again(make_end
         assert lease.item[-1] == index
         gets.ack(lease)
         del lease
-    assert producer._fabric.pool.size_bytes < 8 << 20
+    assert producer._fabric.pool.size_bytes < 25 << 20
 
 
 def test_memory_is_not_used_again_while_any_view_of_it_is_kept(ends: Any) -> None:

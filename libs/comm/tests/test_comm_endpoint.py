@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from m2flow.comm import (
     encode,
 )
 from m2flow.comm._frames import Kind, header
+from m2flow.comm._unix import UnixLink
 
 
 def test_a_call_is_answered(make_endpoint: Any) -> None:
@@ -361,6 +363,7 @@ def test_a_goodbye_is_no_death(make_endpoint: Any) -> None:
 LIVES = """
 import gc, os, sys, threading, time
 from pathlib import Path
+from types import FrameType
 import numpy as np
 from m2flow.comm import CommError, Endpoint
 
@@ -475,3 +478,39 @@ def test_a_call_that_no_message_can_name_costs_no_memory(make_endpoint: Any) -> 
         a.send("b", np.zeros(1 << 17), tag=3)
     assert a._fabric.connection("b")._lent == {}
     assert b.name == "b"
+
+
+def test_a_keyboard_interrupt_at_any_line_leaves_a_socket_to_others(run_dir: Path) -> None:
+    step, lines = 0, 0
+
+    def interrupt(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if frame.f_code is not UnixLink.read_until.__code__:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == step:
+                raise KeyboardInterrupt
+        return interrupt
+
+    def echo() -> None:
+        assert a.request("b", "echo", "", 1, timeout_s=2) == 1
+
+    with (
+        Endpoint(run_dir, "a", token="t", by_reference=False) as a,
+        Endpoint(run_dir, "b", token="t", by_reference=False) as b,
+    ):
+        b.handle("echo", lambda request: time.sleep(0.005) or request.args)
+        echo()
+        tracing = sys.gettrace()
+        while lines == step:
+            step, lines = step + 1, 0
+            try:
+                sys.settrace(interrupt)
+                echo()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(tracing)
+            echo()
+    assert step > 5

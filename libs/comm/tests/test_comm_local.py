@@ -3,7 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,31 @@ def make(run_dir: Path) -> Iterator[Any]:
 def test_a_call_that_is_answered_at_once_runs_on_the_thread_that_calls(make: Any) -> None:
     a, b = make("a"), make("b")
     b.handle("s", lambda request: threading.get_ident(), prompt=True)
-    assert a.request("b", "s", "m", timeout_s=5) == threading.get_ident()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(lambda: (a.request("b", "s", "m", timeout_s=5), threading.get_ident()))
+    answered, asking = asked.result()
+    assert answered == asking
+
+
+def test_the_main_thread_deals_with_nothing_for_another(make: Any) -> None:
+    """A KeyboardInterrupt, which it alone gets, may come at any place."""
+    a, b = make("a"), make("b")
+    b.handle("s", lambda request: threading.current_thread().name, prompt=True)
+    assert a.request("b", "s", "m", timeout_s=5) == "m2flow-comm b"
+
+
+def test_a_thread_works_for_another_endpoint_only_for_a_while(make: Any) -> None:
+    loop = make("host")._fabric.loop
+    made: Counter[int] = Counter()
+
+    def more() -> None:
+        made[threading.get_ident()] += 1
+        if made.total() < 10_000:
+            loop.work(more)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(loop.work, more).result()
+        assert 0 < made[pool.submit(threading.get_ident).result()] < 1_000
 
 
 def test_who_is_called_may_call_back_before_it_answers(make: Any) -> None:

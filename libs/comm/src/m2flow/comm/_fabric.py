@@ -159,7 +159,7 @@ class Fabric:
             known = self._known(names[1])
             if known is not None:
                 return known
-            (near, link), (far, its_link) = self._new(names[1], LocalLink), other._new(names[0], LocalLink)
+            (near, link), (far, its_link) = self._new(names[1], _local_link), other._new(names[0], _local_link)
             link.join(its_link)
             self._meet(near, other.identity.hello())
             other._meet(far, self.identity.hello())
@@ -468,6 +468,11 @@ def _end_of_link(kind: Kind, error: Exception) -> CommError:
     # Our own defect, which nobody may miss.
     _log.error("m2flow.comm: a %s frame was not dealt with", kind.name, exc_info=error)
     return CommError(f"this end failed to deal with a {kind.name} frame: {error!r}")
+
+
+def _local_link(loop: Loop, *, on_frame: Any, take: Any, on_closed: Any) -> LocalLink:
+    """Nothing is read: whoever is at work deals with all that comes."""
+    return LocalLink(loop, on_frame=on_frame, on_closed=on_closed)
 
 
 def _no_call(connection: Connection, request_id: int, body: bytes) -> bool:

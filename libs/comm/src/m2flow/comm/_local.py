@@ -14,8 +14,6 @@ from m2flow.comm._replies import Awaited
 from m2flow.comm.errors import CommError
 
 OnFrame = Callable[[Kind, int, bytes, int | None], object]
-# The same on any thread, of frames that may come to any: says whether it has dealt with this one.
-TakeFrame = Callable[[Kind, int, bytes, int | None], bool]
 OnClosed = Callable[[str], None]
 
 
@@ -24,10 +22,9 @@ class LocalLink:
 
     passes_fds = True
 
-    def __init__(self, loop: Loop, *, on_frame: OnFrame, take: TakeFrame, on_closed: OnClosed) -> None:
+    def __init__(self, loop: Loop, *, on_frame: OnFrame, on_closed: OnClosed) -> None:
         self._loop = loop
         self._on_frame = on_frame
-        self._take = take
         self._on_closed = on_closed
         self._other: LocalLink | None = None
         self.body_limit = _frames.MAX_HELLO_BYTES
@@ -45,18 +42,8 @@ class LocalLink:
         if other is None:
             raise BrokenPipeError("the link is closed")
         _, kind, request_id = _frames.parse_header(head, 0, _frames.MAX_BODY_BYTES)
-        other._receive(kind, request_id, bytes(body), None if fd is None else os.dup(fd))
-
-    def _receive(self, kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
-        borrowed = self._loop.borrow()
-        try:
-            if not self._take(kind, request_id, body, fd):
-                self._loop.work(partial(self._deal_with, kind, request_id, body, fd))
-        except CommError as error:
-            self._loop.work(partial(self.fail, str(error)))
-        finally:
-            if borrowed:
-                self._loop.give_back()
+        copied = bytes(body), None if fd is None else os.dup(fd)
+        other._loop.work(partial(other._deal_with, kind, request_id, *copied))
 
     def _deal_with(self, kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
         try:
@@ -78,7 +65,7 @@ class LocalLink:
         """Closes both ends; `on_closed` is called at the other."""
         other, self._other = self._other, None
         # The callbacks lead to the connection, which leads here: without them nothing waits for the cycle collector.
-        self._on_frame, self._take, self._on_closed = _no_frame, _no_frame, _no_close
+        self._on_frame, self._on_closed = _no_frame, _no_close
         if other is not None:
             other._loop.work(partial(other.fail, "the other end was closed"))
 
@@ -92,11 +79,10 @@ class LocalLink:
         """There is nothing to close in a forked child."""
 
 
-def _no_frame(kind: Kind, request_id: int, body: bytes, fd: int | None) -> bool:
+def _no_frame(kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
     """A closed link has no frames."""
     if fd is not None:
         os.close(fd)
-    return True
 
 
 def _no_close(reason: str) -> None:

@@ -1,7 +1,8 @@
 """What a program may not say, found in its graph: each item is to be known by its place, in every stream.
 
 A stage gives what it takes once, halves of a split have no item in common, and a loop lets each item out once. So a
-place comes once by a stream, unless the program says otherwise; then only the program's result can take it.
+place comes once by a stream, unless the program says otherwise; then only functions and the program's result can take
+it.
 """
 
 from collections.abc import Iterator

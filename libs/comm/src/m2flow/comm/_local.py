@@ -4,6 +4,7 @@ So no thread is woken for what is answered at once, and otherwise only the one t
 """
 
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -11,7 +12,11 @@ from m2flow.comm import _frames
 from m2flow.comm._frames import Kind
 from m2flow.comm._loop import Loop
 from m2flow.comm._replies import Awaited
+from m2flow.comm._unix import HIGH_WATER_BYTES
 from m2flow.comm.errors import CommError
+
+# What a frame that waits costs beside its body.
+_FRAME_BYTES = 512
 
 OnFrame = Callable[[Kind, int, bytes, int | None], object]
 OnClosed = Callable[[str], None]
@@ -27,6 +32,9 @@ class LocalLink:
         self._on_frame = on_frame
         self._on_closed = on_closed
         self._other: LocalLink | None = None
+        # Of the frames that have come to this end and wait for who is at work.
+        self._waiting_bytes = 0
+        self._drained = threading.Condition(threading.Lock())
         self.body_limit = _frames.MAX_HELLO_BYTES
 
     def join(self, other: "LocalLink") -> None:
@@ -36,20 +44,32 @@ class LocalLink:
     def send(self, head: bytes, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True) -> None:
         """Brings a frame to the other end; a descriptor stays the caller's. Raises BrokenPipeError once closed.
 
-        Blocks for what the other end does with it, which never waits.
+        Blocks for what the other end does with it, which never waits; and, unless in the place of the io thread or not
+        to `wait`, while more than 8 MiB wait for another thread to do so.
         """
         other = self._other
-        if other is None:
+        if other is not None and other._waiting_bytes > HIGH_WATER_BYTES and wait and not self._loop.inside():
+            with other._drained:
+                other._drained.wait_for(lambda: other._waiting_bytes <= HIGH_WATER_BYTES or self._other is None)
+        if other is None or self._other is None:
             raise BrokenPipeError("the link is closed")
         _, kind, request_id = _frames.parse_header(head, 0, _frames.MAX_BODY_BYTES)
         copied = bytes(body), None if fd is None else os.dup(fd)
         other._loop.work(partial(other._deal_with, kind, request_id, *copied))
+        other._count(_FRAME_BYTES + len(body))
+
+    def _count(self, size_bytes: int) -> None:
+        with self._drained:
+            self._waiting_bytes += size_bytes
+            self._drained.notify_all()
 
     def _deal_with(self, kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
         try:
             self._on_frame(kind, request_id, body, fd)
         except CommError as error:
             self.fail(str(error))
+        # Counted down before its sender has counted it, where that one is at work: the sum is right.
+        self._count(-_FRAME_BYTES - len(body))
 
     def wait_sent(self, timeout_s: float) -> bool:
         """Nothing waits to be sent."""
@@ -67,6 +87,7 @@ class LocalLink:
         # The callbacks lead to the connection, which leads here: without them nothing waits for the cycle collector.
         self._on_frame, self._on_closed = _no_frame, _no_close
         if other is not None:
+            other._count(0)
             other._loop.work(partial(other.fail, "the other end was closed"))
 
     def fail(self, reason: str) -> None:

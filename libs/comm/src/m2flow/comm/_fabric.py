@@ -109,9 +109,10 @@ class Fabric:
         self._living: dict[str, Fabric] = {}
 
     def start(self, on_frame: dict[Kind, OnFrame], on_prompt_call: OnPromptCall) -> None:
-        """Begins to accept and to answer: `on_frame` maps kinds of frames to what handles them, on the io thread.
+        """Begins to accept and to answer: `on_frame` maps kinds of frames to what handles them.
 
-        A CALL that a waiting thread reads is offered to `on_prompt_call` first, which says whether it has handled it.
+        That runs as the io thread or in its place. A CALL that a waiting thread reads is offered to `on_prompt_call` first,
+        which says whether it has handled it.
         """
         self._on_frame, self._on_prompt_call = on_frame, on_prompt_call
         self.loop.watch(self._listener.fileno(), READ, self._accept)
@@ -182,7 +183,8 @@ class Fabric:
         """Raises CommError where the caller deals with frames: what it waits for could not come."""
         if self.loop.inside():
             raise CommError(
-                f"{call}: called on the io thread, as callbacks are, which must not wait: call it on another"
+                f"{call}: called as the io thread or in its place, as callbacks are, which must not wait: "
+                "call it elsewhere"
             )
 
     def link_from(self, peer: str) -> Link:

@@ -111,8 +111,8 @@ class Fabric:
     def start(self, on_frame: dict[Kind, OnFrame], on_prompt_call: OnPromptCall) -> None:
         """Begins to accept and to answer: `on_frame` maps kinds of frames to what handles them.
 
-        That runs as the io thread or in its place. A CALL that a waiting thread reads is offered to `on_prompt_call` first,
-        which says whether it has handled it.
+        That runs as the io thread or in its place. A CALL that a waiting thread reads is offered to `on_prompt_call`
+        first, which says whether it has handled it.
         """
         self._on_frame, self._on_prompt_call = on_frame, on_prompt_call
         self.loop.watch(self._listener.fileno(), READ, self._accept)

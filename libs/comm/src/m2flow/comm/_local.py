@@ -5,6 +5,7 @@ So no thread is woken for what is answered at once, and otherwise only the one t
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -17,6 +18,8 @@ from m2flow.comm.errors import CommError
 
 # What a frame that waits costs beside its body.
 _FRAME_BYTES = 512
+# How often who waits for the other end looks again.
+_LOOK_S = 0.001
 
 OnFrame = Callable[[Kind, int, bytes, int | None], object]
 OnClosed = Callable[[str], None]
@@ -34,7 +37,8 @@ class LocalLink:
         self._other: LocalLink | None = None
         # Of the frames that have come to this end and wait for who is at work.
         self._waiting_bytes = 0
-        self._drained = threading.Condition(threading.Lock())
+        # A Condition would stay locked after a KeyboardInterrupt in its own code.
+        self._counting = threading.Lock()
         self.body_limit = _frames.MAX_HELLO_BYTES
 
     def join(self, other: "LocalLink") -> None:
@@ -49,8 +53,8 @@ class LocalLink:
         """
         other = self._other
         if other is not None and other._waiting_bytes > HIGH_WATER_BYTES and wait and not self._loop.inside():
-            with other._drained:
-                other._drained.wait_for(lambda: other._waiting_bytes <= HIGH_WATER_BYTES or self._other is None)
+            while other._waiting_bytes > HIGH_WATER_BYTES and self._other is not None:
+                time.sleep(_LOOK_S)
         if other is None or self._other is None:
             raise BrokenPipeError("the link is closed")
         _, kind, request_id = _frames.parse_header(head, 0, _frames.MAX_BODY_BYTES)
@@ -59,9 +63,8 @@ class LocalLink:
         other._count(_FRAME_BYTES + len(body))
 
     def _count(self, size_bytes: int) -> None:
-        with self._drained:
+        with self._counting:
             self._waiting_bytes += size_bytes
-            self._drained.notify_all()
 
     def _deal_with(self, kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
         try:
@@ -87,7 +90,6 @@ class LocalLink:
         # The callbacks lead to the connection, which leads here: without them nothing waits for the cycle collector.
         self._on_frame, self._on_closed = _no_frame, _no_close
         if other is not None:
-            other._count(0)
             other._loop.work(partial(other.fail, "the other end was closed"))
 
     def fail(self, reason: str) -> None:

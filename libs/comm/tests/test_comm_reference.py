@@ -1,6 +1,7 @@
 """Channels whose ends are all in one process: the object itself is handed over, leased and given out again."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from m2flow.comm import ChannelFullError, Endpoint, PayloadError, Put, TimeoutError_
+from m2flow.comm._deadline import Deadline
 
 Ends = tuple[Endpoint, ...]
 
@@ -85,6 +87,18 @@ def test_what_is_refused_or_times_out_is_not_kept(ends: Ends) -> None:
     del arrays
     gc.collect()
     assert [found() for found in kept] == [None, None]
+
+
+def test_an_object_that_is_gone_fails_its_put_and_not_the_connection(ends: Ends) -> None:
+    host, p, *_ = ends
+    channel, held, puts = p.channel("q", host="host"), threading.Event(), [Put(item=np.zeros(10))]
+    channel.stats()
+    connection = p._fabric.connection("host")
+    host._fabric.loop.call(lambda: bool(held.wait(5)))
+    channel._ask_put(puts, channel._encoded(puts), Deadline(), wait=True)  # given up at once, as by Ctrl-C
+    held.set()
+    assert channel.stats().put == 0
+    assert p._fabric.connection("host") is connection
 
 
 def test_a_consumer_elsewhere_makes_items_leave_as_bytes(ends: Ends) -> None:

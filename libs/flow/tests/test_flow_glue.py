@@ -1,6 +1,7 @@
 """Glue and source order: what is released when, whatever order things arrive in."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.flow import RunError
-from m2flow.flow.glue import SPLIT, Glue
+from m2flow.flow.glue import SPLIT, Glue, Quota
 from m2flow.flow.microflow import Op
 from m2flow.flow.order import SourceOrder, seq_of_group
 from m2flow.worker import Group, Item
@@ -147,6 +148,30 @@ def test_join_unites_fields_and_members():
         {"reward": 0.0, "value": 7},
         {"reward": 1.0, "value": 7},
     ]
+
+
+def test_a_quota_numbers_groups_with_all_that_is_in_them():
+    """What they hold can be given again and gathered, in this iteration or in the next."""
+    nested = [child for item in samples(3, 2) for child in (item.child(index, 2, "pair") for index in range(2))]
+    lost, second, third = gathered(nested)
+    carried = []
+    for iteration, items in enumerate([[lost.as_tombstone("bad"), second, third], []]):
+        op = Op("first", "first", ("far",), count=1, carry_surplus=True)
+        quota = Quota(op, iteration, carried, lambda *_: None, Counter())
+        (first,) = [made for item in items for made in quota.push(item, "far")] + quota.finish()
+        (again,) = gathered([leaf for member in first.members for leaf in member.members])
+        assert (first.id, again) == (f"{iteration}:0", first)
+        assert [m.fields["reward"] for m in first.members[1].members] == [1.0, 1.0]
+
+
+def gathered(leaves):
+    """Groups by prompt of groups by pair."""
+    ops = [
+        Op("gather:pair", "gather", ("far",), by="pair"),
+        Op("gather:prompt", "gather", ("gather:pair",), by="prompt"),
+    ]
+    glue = Glue(ops, "gather:prompt")
+    return [whole for leaf in leaves for whole in glue.push(leaf, "far")]
 
 
 def test_seq_of_group():

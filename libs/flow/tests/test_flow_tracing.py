@@ -179,6 +179,26 @@ def test_publishing_before_the_training_is_refused():
         traced(program)
 
 
+def test_each_publication_of_a_group_follows_its_work_alone():
+    def program(flow, rollout, actor, judge):
+        metrics = actor.train(rollout.generate(flow.source("p")))
+        flow.publish(actor, to=rollout)
+        flow.publish(actor, to=judge)
+        return metrics
+
+    specs = {"rollout": ROLLOUT, "actor": ACTOR, "judge": FakeSpec("judge", ("score",))}
+    published = trace(program, specs, source_items=4).kinds(pb.STAGE_KIND_PUBLISH)
+    assert [(stage.to, list(stage.after)) for stage in published] == [
+        ("rollout", ["actor.train"]),
+        ("judge", ["actor.train"]),
+    ]
+
+
+def test_groups_that_a_program_does_not_use_are_not_in_its_graph():
+    graph = traced(lambda flow, rollout, actor: rollout.generate(flow.source("p")))
+    assert list(graph.groups) == list(graph.specs) == ["rollout"]
+
+
 def test_a_program_without_a_source_or_a_stream_is_refused():
     with pytest.raises(TraceError, match="no source"):
         traced(lambda flow, rollout, actor: None)
@@ -261,7 +281,7 @@ def test_what_follows_a_loop_comes_after_all_of_it():
         ),
         pytest.param(
             lambda flow, s, a, b: a.generate(b.train(flow.epochs(s, 3))),
-            r"rollout\.generate takes items more than once: it comes behind actor\.train, .* 3 times",
+            r"rollout\.generate takes items more than once: it comes behind actor\.train, .* 3 times; .* flow\.map",
             id="a stage behind epochs",
         ),
         pytest.param(
@@ -307,6 +327,31 @@ def test_what_would_lose_or_repeat_items_is_refused(shape, message):
 
     with pytest.raises(TraceError, match=message):
         traced(program)
+
+
+def test_every_reason_is_given_with_its_line_and_what_follows_from_one_is_not():
+    def program(flow, rollout, actor):
+        metrics = actor.train(flow.epochs(flow.source("p"), 2))
+        actor.logprobs(metrics)
+        return rollout.generate(rollout.generate(metrics))
+
+    with pytest.raises(TraceError) as caught:
+        traced(program)
+    assert {reason.partition(" takes")[0] for reason in str(caught.value).splitlines()} == {
+        f"test_flow_tracing.py:{line_of(program, 'actor.logprobs')}: actor.logprobs",
+        f"test_flow_tracing.py:{line_of(program, 'rollout.generate')}: rollout.generate",
+    }
+
+
+def test_a_stream_that_is_split_twice_by_one_test_has_halves_that_fit():
+    def program(flow, rollout, actor):
+        stream = flow.source("p")
+        (odd, _), (_, even) = flow.split(is_odd, stream), flow.split(is_odd, stream)
+        return flow.merge(rollout.generate(odd), actor.train(even))
+
+    graph = traced(program)
+    assert graph.other_halves("split:is_odd:yes") == {"split:is_odd:no", "split:is_odd:no#2"}
+    assert graph.other_halves("rollout.generate") == set()
 
 
 def test_halves_of_halves_are_merged_in_any_order():

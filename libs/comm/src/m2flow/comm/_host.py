@@ -1,6 +1,6 @@
 """The channels that an endpoint hosts: frames to and from their indexes, and the payloads' memory in between.
 
-Everything here runs on the endpoint's io thread, so the indexes need no lock.
+Everything here runs as the endpoint's io thread or in its place, one thread at a time: the indexes need no lock.
 """
 
 import threading
@@ -101,7 +101,14 @@ class ChannelHost:
         """Handles a CHANNEL frame."""
         request = comm_pb2.ChannelRequest.FromString(body)
         # Taken in here, in the order of frames: the segment of a block may be retired by the next one.
-        entries = _entries(connection, request.put.items) if request.HasField("put") else []
+        try:
+            entries = _entries(connection, request.put.items) if request.HasField("put") else []
+        except ProtocolError:
+            raise
+        except CommError as error:
+            # Objects that whoever put them, and waited no longer, has let go of.
+            _answer(connection, request_id, (), Refusal("CommError", str(error)))
+            return
         index = self._indexes.get(request.channel)
         if index is not None:
             self._serve(index, connection, request_id, request, entries)

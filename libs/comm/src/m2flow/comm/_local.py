@@ -4,6 +4,7 @@ So no thread is woken for what is answered at once, and otherwise only the one t
 """
 
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -11,11 +12,13 @@ from m2flow.comm import _frames
 from m2flow.comm._frames import Kind
 from m2flow.comm._loop import Loop
 from m2flow.comm._replies import Awaited
+from m2flow.comm._unix import HIGH_WATER_BYTES
 from m2flow.comm.errors import CommError
 
+# What a frame that waits costs beside its body.
+_FRAME_BYTES = 512
+
 OnFrame = Callable[[Kind, int, bytes, int | None], object]
-# The same on any thread, of frames that may come to any: says whether it has dealt with this one.
-TakeFrame = Callable[[Kind, int, bytes, int | None], bool]
 OnClosed = Callable[[str], None]
 
 
@@ -24,12 +27,14 @@ class LocalLink:
 
     passes_fds = True
 
-    def __init__(self, loop: Loop, *, on_frame: OnFrame, take: TakeFrame, on_closed: OnClosed) -> None:
+    def __init__(self, loop: Loop, *, on_frame: OnFrame, on_closed: OnClosed) -> None:
         self._loop = loop
         self._on_frame = on_frame
-        self._take = take
         self._on_closed = on_closed
         self._other: LocalLink | None = None
+        # Of the frames that have come to this end and wait for who is at work.
+        self._waiting_bytes = 0
+        self._drained = threading.Condition(threading.Lock())
         self.body_limit = _frames.MAX_HELLO_BYTES
 
     def join(self, other: "LocalLink") -> None:
@@ -39,30 +44,32 @@ class LocalLink:
     def send(self, head: bytes, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True) -> None:
         """Brings a frame to the other end; a descriptor stays the caller's. Raises BrokenPipeError once closed.
 
-        Blocks for what the other end does with it, which never waits.
+        Blocks for what the other end does with it, which never waits; and, unless in the place of the io thread or not
+        to `wait`, while more than 8 MiB wait for another thread to do so.
         """
         other = self._other
-        if other is None:
+        if other is not None and other._waiting_bytes > HIGH_WATER_BYTES and wait and not self._loop.inside():
+            with other._drained:
+                other._drained.wait_for(lambda: other._waiting_bytes <= HIGH_WATER_BYTES or self._other is None)
+        if other is None or self._other is None:
             raise BrokenPipeError("the link is closed")
         _, kind, request_id = _frames.parse_header(head, 0, _frames.MAX_BODY_BYTES)
-        other._receive(kind, request_id, bytes(body), None if fd is None else os.dup(fd))
+        copied = bytes(body), None if fd is None else os.dup(fd)
+        other._loop.work(partial(other._deal_with, kind, request_id, *copied))
+        other._count(_FRAME_BYTES + len(body))
 
-    def _receive(self, kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
-        borrowed = self._loop.borrow()
-        try:
-            if not self._take(kind, request_id, body, fd):
-                self._loop.work(partial(self._deal_with, kind, request_id, body, fd))
-        except CommError as error:
-            self._loop.work(partial(self.fail, str(error)))
-        finally:
-            if borrowed:
-                self._loop.give_back()
+    def _count(self, size_bytes: int) -> None:
+        with self._drained:
+            self._waiting_bytes += size_bytes
+            self._drained.notify_all()
 
     def _deal_with(self, kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
         try:
             self._on_frame(kind, request_id, body, fd)
         except CommError as error:
             self.fail(str(error))
+        # Counted down before its sender has counted it, where that one is at work: the sum is right.
+        self._count(-_FRAME_BYTES - len(body))
 
     def wait_sent(self, timeout_s: float) -> bool:
         """Nothing waits to be sent."""
@@ -78,8 +85,9 @@ class LocalLink:
         """Closes both ends; `on_closed` is called at the other."""
         other, self._other = self._other, None
         # The callbacks lead to the connection, which leads here: without them nothing waits for the cycle collector.
-        self._on_frame, self._take, self._on_closed = _no_frame, _no_frame, _no_close
+        self._on_frame, self._on_closed = _no_frame, _no_close
         if other is not None:
+            other._count(0)
             other._loop.work(partial(other.fail, "the other end was closed"))
 
     def fail(self, reason: str) -> None:
@@ -92,11 +100,10 @@ class LocalLink:
         """There is nothing to close in a forked child."""
 
 
-def _no_frame(kind: Kind, request_id: int, body: bytes, fd: int | None) -> bool:
+def _no_frame(kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
     """A closed link has no frames."""
     if fd is not None:
         os.close(fd)
-    return True
 
 
 def _no_close(reason: str) -> None:

@@ -1,7 +1,7 @@
 """The one io thread of an endpoint: sockets, timers and short calls, never a wait of its own.
 
 It sleeps in epoll until the kernel, a timer or another thread has something for it. Another thread may do by itself
-what it asks for, in the io thread's place while that one sleeps: only one of them is at work.
+what it asks for, in the io thread's place while that one sleeps: only one of them is at work, and no other for long.
 """
 
 import heapq
@@ -18,6 +18,8 @@ _log = logging.getLogger("m2flow.comm")
 
 READ = select.EPOLLIN
 WRITE = select.EPOLLOUT
+# How many calls are made before sockets and timers are looked at, or a thread that stands in goes its way.
+_MAX_CALLS = 64
 
 
 class Timer:
@@ -45,7 +47,8 @@ class Loop:
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._before_sleep = before_sleep
-        self._insiders: set[int] = set()
+        # Threads that deal with what they have read while they wait; each adds and discards itself.
+        self.readers: set[int] = set()
         # Held by the one thread that is at work here, named beside it.
         self._working = threading.Lock()
         self._worker = 0
@@ -60,36 +63,25 @@ class Loop:
 
     def inside(self) -> bool:
         """Says whether the caller deals with frames, as the io thread or in its place: then it must never wait."""
-        return threading.get_ident() in self._insiders
+        return self.works() or threading.get_ident() in self.readers
 
     def works(self) -> bool:
         """Says whether the caller is at work here, as the io thread or in its place: what it calls runs at once."""
         return self._worker == threading.get_ident()
 
-    def borrow(self) -> bool:
-        """Makes the calling thread one that deals with frames; says whether it has to give that back."""
-        thread = threading.get_ident()
-        if thread in self._insiders:
-            return False
-        self._insiders.add(thread)
-        return True
-
-    def give_back(self) -> None:
-        """Ends what `borrow` began."""
-        self._insiders.discard(threading.get_ident())
-
     def watch(self, fd: int, events: int, ready: Callable[[int], None]) -> None:
-        """Calls `ready(events)` on the io thread whenever the descriptor is readable or writable, as asked from now on.
+        """Calls `ready(events)` as the io thread whenever the descriptor is readable or writable, as asked from now on.
 
         No events: the descriptor is forgotten, which must come before it is closed. Any thread may call it.
         """
         if not events:
             self.remove(fd)
-        elif fd in self._ready:
-            self._epoll.modify(fd, events)
-        else:
-            self._ready[fd] = ready
+            return
+        self._ready[fd] = ready
+        try:
             self._epoll.register(fd, events)
+        except FileExistsError:
+            self._epoll.modify(fd, events)
 
     def remove(self, fd: int) -> None:
         """Forgets a descriptor; to be called before it is closed."""
@@ -97,29 +89,43 @@ class Loop:
             self._epoll.unregister(fd)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Runs a function on the io thread, after those already asked for."""
+        """Runs a function as the io thread or in its place, after those already asked for."""
         self._calls.append(function)
         self.wake()
 
     def work(self, function: Callable[[], None]) -> None:
-        """Runs a function like `call`, on this thread unless another is at work: then that one runs it, soon."""
+        """Runs a function like `call`, on this thread unless another is at work: then that one runs it, soon.
+
+        Never on the main thread: KeyboardInterrupt may end there what it does, at any place.
+        """
         self._calls.append(function)
-        self._work()
+        if threading.current_thread() is not threading.main_thread() or not self.wake():
+            self._work()
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> Timer:
-        """Runs a function on the io thread once `delay_s` seconds have passed."""
+        """Runs a function as the io thread once `delay_s` seconds have passed."""
         timer = Timer(function)
         due = time.monotonic() + delay_s
         self.call(lambda: heapq.heappush(self._timers, (due, next(self._order), timer)))
         return timer
 
-    def wake(self) -> None:
-        """Ends the io thread's sleep. A finaliser may call it: its lock is reentrant, and held for one write."""
+    def wake(self) -> bool:
+        """Ends the io thread's sleep; says whether the thread is there to look at what was asked for.
+
+        A finaliser may call it: its lock is reentrant, and held for one write.
+        """
         if not self._awake:
-            self._awake = True
             with self._writing:
-                if self._event >= 0:
+                if self._event < 0:
+                    return False
+                try:
+                    self._awake = True
                     os.eventfd_write(self._event, 1)
+                except BaseException:
+                    # A KeyboardInterrupt: the next one writes.
+                    self._awake = False
+                    raise
+        return True
 
     def stop(self) -> None:
         """Ends the thread after the calls already asked for. Blocks until then."""
@@ -138,7 +144,6 @@ class Loop:
         self._stopping = True
 
     def _run(self) -> None:
-        self.borrow()
         sleep_s: float | None = 0.0
         while not self._stopping:
             events = self._epoll.poll(sleep_s)
@@ -151,12 +156,14 @@ class Loop:
                 self._worker = 0
             self._work()
         with self._writing:
-            event, self._event = self._event, -1
+            event, self._event, self._awake = self._event, -1, False
         os.close(event)
         self._epoll.close()
         # What was asked for leads back to the endpoint: without it nothing waits for the cycle collector.
         self._before_sleep = _nothing
         self._ready.clear()
+        while self._calls:
+            self._work()
         self._timers.clear()
 
     def _deal_with(self, found: list[tuple[int, int]]) -> None:
@@ -172,19 +179,21 @@ class Loop:
 
     def _work(self) -> None:
         """Runs what was asked for. Who finds another at work leaves it to that one, who looks again when it is done."""
-        while self._calls and self._working.acquire(blocking=False):
-            borrowed = self.borrow()
-            self._worker = threading.get_ident()
+        if self._calls and self._working.acquire(blocking=False):
             try:
+                self._worker = threading.get_ident()
                 self._run_calls()
             finally:
                 self._worker = 0
-                if borrowed:
-                    self.give_back()
                 self._working.release()
+            if self._calls:
+                # The rest is the io thread's: others may ask for more without end.
+                self.wake()
 
     def _run_calls(self) -> None:
-        while self._calls:
+        for _ in range(_MAX_CALLS):
+            if not self._calls:
+                return
             self._guard(self._calls.popleft())
 
     def _sleep_s(self) -> float | None:

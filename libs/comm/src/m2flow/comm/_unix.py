@@ -56,8 +56,8 @@ class UnixLink:
         self._lock = threading.Lock()
         self._drained = threading.Condition(self._lock)
         self._receiver = Receiver()
-        # Held by the one thread that reads.
-        self._reading = threading.Lock()
+        # Held by the one thread that reads, which alone can let go of it.
+        self._reading = threading.RLock()
         # What a waiting thread read and the io thread has yet to deal with; a reason stands for the end.
         self._left: deque[_Frame | str] = deque()
         self._waiting: Awaited | None = None
@@ -278,16 +278,21 @@ class UnixLink:
 
         Returns at once where another thread reads already, or the other end has yet to be believed.
         """
-        if self.body_limit == _frames.MAX_HELLO_BYTES or not self._reading.acquire(blocking=False):
+        if self.body_limit == _frames.MAX_HELLO_BYTES:
             return
         try:
-            if self._begin_waiting(awaited):
-                try:
+            if self._reading.acquire(blocking=False):
+                if self._begin_waiting(awaited):
                     self._wait(awaited, timeout_s)
-                finally:
                     self._end_waiting()
-        finally:
-            self._reading.release()
+                self._reading.release()
+        except BaseException:
+            # A KeyboardInterrupt may come between any two steps: what this thread has not yet undone is undone.
+            if self._waiting_thread == threading.get_ident():
+                self._end_waiting()
+            with contextlib.suppress(RuntimeError):
+                self._reading.release()
+            raise
 
     def _begin_waiting(self, awaited: Awaited) -> bool:
         with self._lock:
@@ -334,14 +339,15 @@ class UnixLink:
     def _receive_waiting(self) -> bool:
         """Reads once; says whether there may be more. What is not for a waiting thread is left to the io thread."""
         ended = False
-        self._loop.borrow()
+        thread = threading.get_ident()
         try:
+            self._loop.readers.add(thread)
             self._receive(self._take_or_leave)
         except CommError as error:
             self._left.append(str(error))
             ended = True
         finally:
-            self._loop.give_back()
+            self._loop.readers.discard(thread)
         if self._left:
             self._loop.call(self._deal_with_left)
         return not ended

@@ -15,10 +15,11 @@ _PASSES = frozenset({pb.STAGE_KIND_MAP, pb.STAGE_KIND_FILTER, pb.STAGE_KIND_SINK
 
 
 def check_program(graph: Graph) -> None:
-    """Raises TraceError, with the line, on a program that could not be run."""
+    """Raises TraceError on a program that could not be run: each reason, with its line of the program."""
     for rule in (_feeds, _heads, _waits, _repeats, _merges, _quotas):
-        for stage, problem in rule(graph):
-            raise TraceError(f"{stage.location}: {stage.name} {problem}")
+        # Later rules read what earlier ones have checked.
+        if found := [f"{stage.location}: {stage.name} {problem}" for stage, problem in rule(graph)]:
+            raise TraceError("\n".join(found))
 
 
 _Found = Iterator[tuple[pb.Stage, str]]
@@ -56,6 +57,7 @@ def _waits(graph: Graph) -> _Found:
     """Inside a loop nothing may wait for the end of an iteration, which waits for it."""
     for stage in (stage for stage in graph.stages.values() if stage.name in graph.in_cycles):
         asks = {
+            "order": stage.order_window > 0,
             "several epochs": stage.epochs > 1,
             "all items at once": stage.kind == pb.STAGE_KIND_BARRIER,
             "the first of all items": stage.HasField("quota"),
@@ -74,13 +76,17 @@ def _repeats(graph: Graph) -> _Found:
     for name in graph.order:
         stage = graph.stages[name]
         for before in (stream.producer for stream in graph.inputs(name, feedback=False)):
-            other = graph.other_half(name) if stage.branch else ""
-            if any(before in loop and name not in loop and other not in loop for loop in graph.cycles):
+            inside = {name} | graph.other_halves(name)
+            if any(before in loop and loop.isdisjoint(inside) for loop in graph.cycles):
                 why[name] = f"takes {before} out of a loop in every round, not by half of the split that ends it"
             elif before in why:
                 why[name] = why[before]
         if name in why and (stage.kind not in _PASSES or stage.HasField("quota")):
-            yield stage, f"takes items more than once: it {why[name]}; only the program's result can take those"
+            yield (
+                stage,
+                f"takes items more than once: it {why.pop(name)}; only functions on each item, such as "
+                "flow.map(log, ...), and the program's result can take those",
+            )
         if stage.epochs > 1:
             why[name] = f"comes behind {name}, which passes over its items {stage.epochs} times"
 
@@ -90,7 +96,7 @@ def _merges(graph: Graph) -> _Found:
     ways: dict[str, list[frozenset[str]]] = {}
 
     def are_apart(one: str, other: str) -> bool:
-        return all(any(graph.other_half(half) in b for half in a) for a in ways[one] for b in ways[other])
+        return all(any(b & graph.other_halves(half) for half in a) for a in ways[one] for b in ways[other])
 
     for name in graph.order:
         stage = graph.stages[name]

@@ -14,7 +14,7 @@ class FlowError(Exception):
 
 
 class TraceError(FlowError, ValueError):
-    """A program that cannot be traced: the message starts with the line of the program."""
+    """A program that cannot be traced: each line of the message is a reason, and starts with the program's line."""
 
 
 class GraphError(FlowError, ValueError):

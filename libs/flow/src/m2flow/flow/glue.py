@@ -13,7 +13,7 @@ from typing import Any
 from m2flow.flow._importable import load
 from m2flow.flow.errors import RunError
 from m2flow.flow.microflow import Op
-from m2flow.flow.order import Seq, SourceOrder, place_id, seq_of_group
+from m2flow.flow.order import Seq, SourceOrder, moved, place_id, seq_of_group
 from m2flow.worker import Group, Item
 
 # The reason of a tombstone that stands for an item on the other side of a split.
@@ -252,8 +252,8 @@ class Quota(Operation):
     """The first items, by source order, that pass a test; they are numbered anew, so that no place is empty.
 
     `carried` holds what was over from the iteration before, and what is over from this one. `report` hears, as places
-    are decided in order, how many items of the source were, with all that became of them, and how many passed. A new
-    number is of no group: others of that may not be among the first.
+    are decided in order, how many items of the source were, with all that became of them, and how many passed. Members
+    of a group are numbered with it. A new number is of no group: others of that may not be among the first.
     """
 
     holds = True
@@ -306,7 +306,7 @@ class Quota(Operation):
                 self._lost["surplus"] += 1
             return []
         self._passed += 1
-        return [replace(item, seq=(self._passed - 1,), iteration=self._iteration, groups={})]
+        return [moved(item, item.seq, (self._passed - 1,), self._iteration)]
 
 
 class Glue:

@@ -168,11 +168,15 @@ class Graph:
                 frontier += [stream.producer for stream in self.inputs(name)]
         return frozenset(found)
 
-    def other_half(self, half: str) -> str:
-        """The other half of the split that a stage is half of."""
-        split, _, side = half.rpartition(":")
-        branch = self.stages[half].branch
-        return f"{split}:{'no' if branch == 'yes' else 'yes'}{side.removeprefix(branch)}"
+    def other_halves(self, stage: str) -> set[str]:
+        """The stages that hold the items of a stream that this one, half of a split of it, does not.
+
+        There are several where a program splits a stream twice by one test, and none for what is no half.
+        """
+        one, inputs = self.stages[stage], self._producers(stage)
+        others = (other for other in self.stages.values() if other.branch not in ("", one.branch))
+        alike = {other.name for other in others if other.method == one.method}
+        return {name for name in alike if one.branch and self._producers(name) == inputs}
 
     @cached_property
     def in_cycles(self) -> frozenset[str]:
@@ -194,6 +198,9 @@ class Graph:
                 found.add(name)
                 frontier += [s.producer for s in self.inputs(name)] if self.stages[name].kind in GLUE else []
         return found
+
+    def _producers(self, stage: str) -> list[str]:
+        return [stream.producer for stream in self.inputs(stage, feedback=False)]
 
     def _rows(self) -> list[Row]:
         return [Row(self.stages[n], self.inputs(n), self.volume(n), self.volume_out(n)) for n in self.order]

@@ -5,6 +5,7 @@ its parent and how many children that has, so what comes next is known without w
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from m2flow.worker import Item
 
@@ -32,6 +33,25 @@ def num_children(item: Item, place: Seq) -> int:
     """How many children the item at a place has of which `item` is one, or is of one; 0 where its groups do not say."""
     key = place_id(item.iteration, place)
     return next((group.size for group in item.groups.values() if group.key == key), 0)
+
+
+def moved(item: Item, place: Seq, new: Seq, iteration: int) -> Item:
+    """An item that is at a place, or came of the item there, as it is once that is at a new place of an iteration.
+
+    Its members move along. It stays in the groups that were made there or below, and in no other. What is of another
+    place stays as it is.
+    """
+    if item.seq[: len(place)] != place:
+        return item
+    depths = range(len(place), len(item.seq))
+    keys = {place_id(item.iteration, item.seq[:n]): place_id(iteration, new + item.seq[len(place) : n]) for n in depths}
+    return replace(
+        item,
+        seq=new + item.seq[len(place) :],
+        iteration=iteration,
+        groups={by: replace(g, key=keys[g.key]) for by, g in item.groups.items() if g.key in keys},
+        members=tuple(moved(member, place, new, iteration) for member in item.members),
+    )
 
 
 class SourceOrder:

@@ -30,9 +30,10 @@ def trace(
 ) -> Graph:
     """Traces `program(flow, **proxies)` and returns its graph. Does not block, starts nothing.
 
-    `groups` has the specification of each group under the program's argument names; `source_items` counts the items
-    of one iteration at the source. `expansions` says how many items a stage gives for one that it takes, where that is
-    not one: {"rollout.generate": 8}. It sizes plans and changes no result.
+    `groups` has the specification of each group under the program's argument names; one that the program does not use
+    is not in the graph. `source_items` counts the items of one iteration at the source. `expansions` says how many
+    items a stage gives for one that it takes, where that is not one: {"rollout.generate": 8}. It sizes plans and
+    changes no result.
 
     Raises TraceError, with the program's line, on what cannot be traced and on a program that is not deterministic.
     """
@@ -42,7 +43,7 @@ def trace(
     first, second = (_trace_once(program, groups, source_items, name, dict(expansions or {})) for _ in range(2))
     if first != second:
         raise TraceError(_difference(first, second))
-    graph = Graph(first, groups)
+    graph = Graph(first, {group.name: groups[group.name] for group in first.groups})
     check_program(graph)
     return graph
 
@@ -178,7 +179,8 @@ class Flow:
         for proxy in (source, to):
             if not isinstance(proxy, StageProxy):
                 refuse(f"publish got a {type(proxy).__name__}", "give it two groups: flow.publish(actor, to=rollout)")
-        after = [stage.name for stage in self._graph.stages if stage.group == source._name]
+        work = [stage for stage in self._graph.stages if stage.kind == pb.STAGE_KIND_WORK]
+        after = [stage.name for stage in work if stage.group == source._name]
         if not after:
             refuse(f"publish of {source._name} comes before any of its stages", "publish after the stage that trains")
         name = f"publish:{source._name}->{to._name}"
@@ -260,18 +262,14 @@ class Flow:
                     self._graph.streams.append(
                         pb.Stream(producer=stream.producer, consumer=head, feedback=True, rounds=loop.rounds)
                     )
-        self._finish_loops()
-
-    def _finish_loops(self) -> None:
-        """Inside a loop items have no order."""
         in_cycles = Graph(self._graph).in_cycles
-        for stage in (stage for stage in self._graph.stages if stage.name in in_cycles):
-            if stage.name in self._ordered:
-                raise TraceError(
-                    f"{stage.location}: {stage.name} is inside a loop and asks for order, which the loop's end alone "
-                    "could give: ask for it where the loop is left"
-                )
-            stage.order_window = 0
+        for stage in self._graph.stages:
+            if stage.name in in_cycles and stage.name not in self._ordered:  # in step; inside a loop there is no order
+                stage.order_window = 0
+        named = {name for stage in self._graph.stages for name in (stage.group, stage.to)}
+        used = [group for group in self._graph.groups if group.name in named]
+        del self._graph.groups[:]
+        self._graph.groups.extend(used)
 
 
 def _trace_once(

@@ -58,8 +58,8 @@ def _reason(graph: Graph, stage: pb.Stage) -> str:
         return stage.name
     if not {stream.producer for stream in graph.inputs(stage.name)} & graph.in_cycles:
         return SPLIT
-    other = graph.other_half(stage.name)
-    return LEFT if any(stage.name in loop and other not in loop for loop in graph.cycles) else ""
+    others = graph.other_halves(stage.name)
+    return LEFT if any(stage.name in loop and loop.isdisjoint(others) for loop in graph.cycles) else ""
 
 
 def _op(graph: Graph, stage: pb.Stage, ports: tuple[str, ...]) -> Op:

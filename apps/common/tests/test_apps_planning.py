@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from m2flow import sched
 from m2flow.apps.config import load_config
 from m2flow.apps.forecast import Forecast, ProfileStore, new_profile
@@ -9,7 +11,8 @@ from m2flow.apps.planning import AutoPlanning, cluster_spec, probes
 from m2flow.apps.run_directory import RunDirectory
 from m2flow.apps.testing.toy import TOY
 from m2flow.apps.training import traced
-from m2flow.flow import Graph
+from m2flow.flow import Graph, check_plan, trace
+from m2flow.flow.testing import FakeSpec, dapo, ppo
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.worker import Cluster
@@ -103,3 +106,18 @@ def test_profiles_of_another_workload_or_machine_and_broken_ones_are_not_used(tm
     path.write_text("{")
     assert store.find(empty) == empty
     assert ProfileStore("").find(empty) == empty
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+def test_the_runtime_takes_plans_with_barriers_and_quotas(devices: int) -> None:
+    actor = FakeSpec("actor", ("train",), in_step=True)
+    small = {"rollout": FakeSpec("rollout", ("generate",)), "reward": FakeSpec("reward", ("score",)), "actor": actor}
+    judges = {"critic": FakeSpec("critic", ("values",)), "reference": FakeSpec("reference", ("logprobs",))}
+    cluster = Cluster.virtual(devices)
+    for program, groups in ((ppo, small | judges), (dapo, small)):
+        graph = trace(program, groups, source_items=8, expansions={"rollout.generate": 4})
+        request = sched_pb2.PlanRequest(workflow=graph.to_proto(), cluster=cluster_spec(cluster))
+        plans = sched.plan(request).plans
+        assert plans
+        for ranked in plans:
+            check_plan(graph, ranked.plan, cluster)

@@ -28,6 +28,7 @@ from m2flow.comm import (
     encode,
 )
 from m2flow.comm._frames import Kind, header
+from m2flow.comm._replies import Reply
 from m2flow.comm._unix import UnixLink
 
 
@@ -228,7 +229,7 @@ def test_another_version_is_refused_with_both_named(make_endpoint: Any, monkeypa
     a, b = make_endpoint("a"), make_endpoint("b")
     hello = a._fabric.identity.hello().replace(b"\x01" + _handshake.VERSION.encode(), b"\x01" + b"9", 1)
     monkeypatch.setattr(type(a._fabric.identity), "hello", lambda identity: hello)
-    with pytest.raises(CommError, match=r"version 1.*speaks version '9' and this end '1'"):
+    with pytest.raises(CommError, match=r"version 2.*speaks version '9' and this end '2'"):
         a.request("b", "x", "")
     assert b.name == "b"
 
@@ -514,3 +515,56 @@ def test_a_keyboard_interrupt_at_any_line_leaves_a_socket_to_others(run_dir: Pat
                 sys.settrace(tracing)
             echo()
     assert step > 5
+
+
+@pytest.mark.parametrize("by_reference", [True, False], ids=["local", "socket"])
+def test_an_answer_that_is_too_large_for_who_waits_no_longer_ends_nothing(run_dir: Path, by_reference: bool) -> None:
+    answer: Future[Any] = Future()
+    with (
+        Endpoint(run_dir, "a", token="t", by_reference=by_reference, max_payload_bytes=1 << 17) as a,
+        Endpoint(run_dir, "b", token="t", by_reference=by_reference) as b,
+    ):
+        b.handle("s", lambda request: answer if request.method == "late" else None)
+        with pytest.raises(TimeoutError_):
+            a.request("b", "s", "late", timeout_s=0.01)
+        cancelled = a.request_async("b", "s", "late")
+        assert cancelled.cancel()
+        connection = a._fabric.connection("b")
+        answer.set_result(np.zeros(1 << 18, np.uint8))
+        deadline = time.monotonic() + 5
+        while connection._calls and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert a.request("b", "s", "m", timeout_s=5) is None
+        assert a._fabric.connection("b") is connection
+
+
+def test_a_request_that_is_interrupted_gives_its_answers_memory_back(
+    make_endpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(reply: Reply, timeout_s: float | None = None) -> bytes:
+        raise KeyboardInterrupt
+
+    a, b = make_endpoint("a"), make_endpoint("b")
+    answer: Future[Any] = Future()
+    b.handle("s", lambda request: answer)
+    with monkeypatch.context() as patch:
+        patch.setattr(Reply, "result", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            a.request("b", "s", "m")
+    answer.set_result(np.zeros(1 << 18, np.uint8))
+    deadline = time.monotonic() + 5
+    while a._fabric.connection("b")._calls and time.monotonic() < deadline:
+        time.sleep(0.001)
+    while (lent := [c._lent for c in b._fabric._all if c._lent]) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not lent
+
+
+def test_who_has_said_no_hello_hears_no_goodbye(run_dir: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as stranger:
+        with Endpoint(run_dir, "a", token="t") as a:
+            stranger.connect(str(next(run_dir.rglob("a*"))))
+            deadline = time.monotonic() + 5
+            while not a._fabric._all and time.monotonic() < deadline:
+                time.sleep(0.001)
+        assert stranger.recv(100) == b""

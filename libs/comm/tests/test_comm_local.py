@@ -3,14 +3,14 @@
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from m2flow.comm import Endpoint, IterationEnded, PeerLostError, Put, RemoteError, Request, TimeoutError_
+from m2flow.comm import CommError, Endpoint, IterationEnded, PeerLostError, Put, RemoteError, Request, TimeoutError_
 
 _NUM_SIDE = 8
 _NUM_ITEMS = 50
@@ -51,6 +51,45 @@ def test_a_thread_works_for_another_endpoint_only_for_a_while(make: Any) -> None
     with ThreadPoolExecutor(1) as pool:
         pool.submit(loop.work, more).result()
         assert 0 < made[pool.submit(threading.get_ident).result()] < 1_000
+
+
+def test_who_closes_its_endpoint_is_not_told_that_its_peer_is_lost(make: Any) -> None:
+    a, b = make("a"), make("b")
+    b.handle("s", lambda request: Future())
+    answer = a.request_async("b", "s", "m")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(a.close).result()
+    with pytest.raises(CommError, match="endpoint 'a' was closed"):
+        answer.result(5)
+
+
+def test_who_sends_waits_while_much_waits_at_the_other_end(make: Any) -> None:
+    host, w = make("host"), make("w")
+    host.handle("s", lambda request: None)
+    assert w.request("host", "s", "m", timeout_s=5) is None
+    held = threading.Event()
+    host._fabric.loop.call(lambda: bool(held.wait(5)))
+    body = bytes(30_000)
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(lambda: [w.request_async("host", "s", "m", body) for _ in range(400)])
+        assert not wait([sent], 0.2).done, "12 MB wait for nobody"
+        held.set()
+        assert [answer.result(5) for answer in sent.result(5)] == [None] * 400
+
+
+def test_who_sends_no_longer_waits_once_either_end_is_closed(make: Any) -> None:
+    host, w = make("host"), make("w")
+    host.handle("s", lambda request: None)
+    assert w.request("host", "s", "m", timeout_s=5) is None
+    held = threading.Event()
+    host._fabric.loop.call(lambda: bool(held.wait(5)))
+    body = bytes(30_000)
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(lambda: [w.request_async("host", "s", "m", body) for _ in range(400)])
+        assert not wait([sent], 0.1).done
+        w._fabric.connection("host").link.close()
+        sent.result(5)
+        held.set()
 
 
 def test_who_is_called_may_call_back_before_it_answers(make: Any) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from m2flow.comm import PayloadError, Pickled, _torch, decode, encode, register
+from m2flow.comm import PayloadError, Pickled, _torch, _tree, decode, encode, register
 from m2flow.comm._tree import check
 from m2flow.comm.payload import Place
 
@@ -381,3 +381,11 @@ def test_an_encoded_tree_travels_in_another_and_is_decoded_apart() -> None:
     # In memory that may be written its tensors lie on it: nothing is copied.
     nested = decode(written)["inner"]
     assert decode(nested)["b"].data_ptr() == nested.ctypes.data + every[1].offset_bytes
+
+
+def test_what_the_receiver_refuses_for_its_dims_is_refused_at_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tree, "MAX_NDIM", 3)
+    for refuse in (encode, check):
+        refuse(np.zeros((1, 1, 1)))
+        with pytest.raises(PayloadError, match="got an array of 4 dims, want at most 3"):
+            refuse(np.zeros((1, 1, 1, 1)))

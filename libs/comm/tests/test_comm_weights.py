@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from m2flow.comm import PayloadError, RemoteError
+from m2flow.comm import Endpoint, PayloadError, RemoteError
 from m2flow.comm.endpoint import _MAX_HANDLER_THREADS
 from m2flow.comm.payload import decode, encode
 from m2flow.comm.weights import SERVICE, WeightReader, digest
@@ -166,3 +166,27 @@ def test_every_tensor_has_its_digest_once_in_eight_versions(make_endpoint: Any) 
     assert sorted(seen) == sorted(weights)
     late = rollout.fetch_weights("trainer", "policy", 9, timeout_s=5)
     assert {name: value.tolist() for name, value in late.items()} == {k: v.tolist() for k, v in weights.items()}
+
+
+def test_one_deadline_holds_for_all_that_a_fetch_asks(make_endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, reader = make_endpoint("source"), make_endpoint("reader")
+    source.stage_weights("w", 1, {"x": np.zeros(8)})
+    left: list[float | None] = []
+    request = Endpoint.request
+
+    def slow(self: Endpoint, *args: Any, timeout_s: float | None = None) -> Any:
+        left.append(timeout_s)
+        time.sleep(0.02)
+        return request(self, *args, timeout_s=timeout_s)
+
+    def ask(*args: Any) -> Any:
+        args[-1]()
+        return {}
+
+    monkeypatch.setattr(Endpoint, "request", slow)
+    monkeypatch.setattr(reader._reader, "check", ask)
+    reader.fetch_weights("source", "w", 1, timeout_s=5)
+    first, second = left
+    assert first is not None
+    assert second is not None
+    assert second < first - 0.02

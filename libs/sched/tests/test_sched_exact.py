@@ -94,6 +94,9 @@ def random_spec(seed: int) -> Spec:
     }
     if not any(spec["kind_of"].values()) or all(spec["kind_of"].values()):
         spec["units"][1], spec["kind_of"] = 0, dict.fromkeys(spec["kind_of"], 0)
+    for _, consumer in barriers:  # it has one rank, which has to be enough
+        group = f"g{groups[consumer]}"
+        spec["per_rank"][group] = max(spec["per_rank"][group], spec["limits"][group][0])
     if rng.random() < 0.3 and stages > 1:
         a, b = rng.sample(range(stages), 2)
         spec["corun"][names[a], names[b]] = rng.uniform(1.1, 2)
@@ -192,6 +195,7 @@ class Oracle:
         self.nodes.sort()
         where = {s: n for n, stages in enumerate(self.nodes) for s in stages}
         self.edges = {(where[a], where[b]) for a, b in spec["edges"] if where[a] != where[b]}
+        self.single = {spec["group_of"][consumer] for _, consumer in spec["barriers"]}
         self.walls = {(where[a], where[b]) for a, b in spec["barriers"]}
         self.counts = [k for k in range(2, spec["items"] + 1) if spec["items"] % k == 0]
         self.alone_kind = [len({g for g in spec["group_of"] if spec["kind_of"][g] == k}) == 1 for k in (0, 1)]
@@ -231,6 +235,7 @@ class Oracle:
         for units in options:
             devices = units * quantum // per_rank * per_rank
             devices = min(devices, most // per_rank * per_rank) if most else devices
+            devices = min(devices, per_rank) if group in self.single else devices
             if units <= n[kind] and devices >= max(per_rank, least):
                 found.append((devices, (units, 0) if kind == 0 else (0, units)))
         return found

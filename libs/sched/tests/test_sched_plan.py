@@ -1,12 +1,16 @@
 """Plans of a small workflow: modes, placement, granularity, memory, and what is said when nothing fits."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched import InfeasibleError, InputError, best_plan, plan
+from m2flow.sched._build import build
+from m2flow.sched._infeasible import why_infeasible
+from m2flow.sched._plans import best_plans
 from m2flow.sched._workflow import reduce_graph
 
 Make = Callable[..., sched_pb2.PlanRequest]
@@ -268,3 +272,87 @@ def test_a_group_with_several_stages_that_needs_more_than_there_is_is_named() ->
     request = _three(13, 13, 20)
     request.cluster.nodes[0].devices[0].count = 12
     assert "group 'a' needs 13 devices of kind 'cuda', there are 12" in plan(request).infeasible
+
+
+def _twice(devices: int, peak_bytes: float) -> sched_pb2.PlanRequest:
+    """a1, b1, a2, b2 in a chain; nothing offloads, b's peak divides over its devices, which have 100 bytes each."""
+    graph, profile = flow_pb2.WorkflowGraph(name="twice", source_items=64), sched_pb2.Profile()
+    stages = [(f"{group}{turn}", group) for turn in (1, 2) for group in "ab"]
+    for stage, group in stages:
+        graph.stages.add(name=stage, kind=flow_pb2.STAGE_KIND_WORK, group=group)
+        for count in (1, 4, 16, 64):
+            for items in (1, 8, 64):
+                peak = peak_bytes / count if group == "b" else 10
+                profile.samples.add(
+                    stage=stage, devices=count, items=items, seconds=0.1 * items / count, peak_bytes=peak
+                )
+    for (producer, _), (consumer, _) in pairwise(stages):
+        graph.streams.add(producer=producer, consumer=consumer)
+    for group in "ab":
+        graph.groups.add(name=group, device_kind="cuda")
+    cluster = sched_pb2.ClusterSpec()
+    cluster.nodes.add(name="n").devices.add(kind="cuda", count=devices, memory_bytes=100)
+    return sched_pb2.PlanRequest(workflow=graph, profile=profile, cluster=cluster, device_quantum=1, max_chunks=2)
+
+
+@pytest.mark.parametrize("peak_bytes", [5400, 5700])
+def test_a_plan_that_fits_far_from_equal_shares_is_found(peak_bytes: float) -> None:
+    best = plan(_twice(64, peak_bytes)).plans[0]
+    assert best.plan.mode == "temporal"
+    assert best.peak_bytes <= 100
+
+
+def test_that_no_plan_fits_is_said_only_where_it_is_proved() -> None:
+    model = build(_twice(4, 320))
+    cut_short, whole = best_plans(model.problem, "", 1, first_searches=0), best_plans(model.problem, "", 1)
+    assert not cut_short.exact
+    assert "no plan was found in 0 searches: the plan that needs least" in why_infeasible(model, cut_short)
+    assert whole.plans
+    model = build(_twice(4, 480))
+    none = best_plans(model.problem, "", 1)
+    assert not none.plans
+    assert none.exact
+    assert "no plan fits: the plan that needs least" in why_infeasible(model, none)
+
+
+def _behind(kind: str) -> sched_pb2.PlanRequest:
+    """8 prompts, 4 samples each, scored, gathered and trained on in step: all at once behind a barrier in front of the
+    gather, or the first 3 groups behind a quota."""
+    graph = flow_pb2.WorkflowGraph(name=kind, source_items=8)
+    stages = {
+        "prompts": "",
+        "rollout.generate": "rollout",
+        "reward.score": "reward",
+        "groups": "",
+        "actor.train": "actor",
+    }
+    for name, group in stages.items():
+        stage = graph.stages.add(name=name, group=group, kind=flow_pb2.STAGE_KIND_WORK, expansion=1)
+        if not group:
+            stage.kind = flow_pb2.STAGE_KIND_GATHER if name == "groups" else flow_pb2.STAGE_KIND_SOURCE
+    graph.stages[1].expansion, graph.stages[3].expansion = 4, 1 / 4
+    chain = list(stages)
+    if kind == "barrier":
+        graph.stages.add(name="whiten", kind=flow_pb2.STAGE_KIND_BARRIER, expansion=1)
+        chain.insert(3, "whiten")
+    else:
+        graph.stages.add(name="first", kind=flow_pb2.STAGE_KIND_FILTER, expansion=1).quota.count = 3
+        chain.insert(4, "first")
+    for producer, consumer in pairwise(chain):
+        graph.streams.add(producer=producer, consumer=consumer)
+    for group in ("rollout", "reward", "actor"):
+        graph.groups.add(name=group, device_kind="cuda", devices_per_rank=1, in_step=group != "reward")
+    cluster = sched_pb2.ClusterSpec()
+    cluster.nodes.add(name="n").devices.add(kind="cuda", count=8)
+    return sched_pb2.PlanRequest(workflow=graph, cluster=cluster)
+
+
+@pytest.mark.parametrize(("kind", "single", "trained"), [("barrier", {"actor"}, 8), ("quota", {"actor", "rollout"}, 3)])
+def test_who_sees_a_barrier_or_a_quota_has_one_rank(kind: str, single: set[str], trained: int) -> None:
+    """Before a quota also who moves in step; behind it there are as many items as it lets pass."""
+    request = _behind(kind)
+    plans = [ranked.plan for ranked in plan(request).plans]
+    assert plans
+    most = {g: max(own.num_ranks for p in plans for own in p.groups if own.group == g) for g in GROUPS}
+    assert {g for g, ranks in most.items() if ranks == 1} == single
+    assert max(s.granularity for p in plans for s in p.stages if s.stage == "actor.train") == trained

@@ -119,3 +119,8 @@ def test_a_driver_that_cannot_hear_fails_instead_of_waiting_for_ever() -> None:
         group.say("a line")
         with pytest.raises(WorkerFailed, match=r"driver.*OSError: the log is full"):
             group.sleep(60.0).result(DEADLINE_S)
+
+
+def test_no_token_is_printed() -> None:
+    assert "secret" not in repr(AgentAddress("host:1", "secret"))
+    assert "secret" not in repr(AgentOptions(Path("/run"), "secret"))

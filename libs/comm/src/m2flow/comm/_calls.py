@@ -60,9 +60,10 @@ class CallServer:
         self._prompt: set[str] = set()
 
     def add(self, service: str, handler: Handler, *, prompt: bool = False) -> None:
-        """Serves a service, on the io thread; raises ValueError for a name that is taken.
+        """Serves a service, as the io thread or in its place; raises ValueError for a name that is taken.
 
-        A `prompt` handler never waits, answers with little and minds no thread: it runs on the one that reads.
+        A `prompt` handler never waits, answers with little and minds no thread: it runs as the io thread or
+        in its place.
         """
         if service in self._handlers:
             raise ValueError(f"service {service!r} has a handler already: give this one another name")
@@ -72,7 +73,7 @@ class CallServer:
         self._parking.arrived(service)
 
     def on_call(self, connection: Connection, request_id: int, body: bytes) -> None:
-        """Handles a CALL frame, on the io thread."""
+        """Handles a CALL frame, as the io thread or in its place."""
         message = comm_pb2.CallRequest.FromString(body)
         # A block is opened here, in the order of frames: its segment may be retired by the next one.
         args = self._open(connection, request_id, message)

@@ -38,7 +38,7 @@ _sessions = itertools.count(1)
 
 
 class Link(Protocol):
-    """What carries frames: a Unix socket, or a gRPC stream."""
+    """What carries frames: a Unix socket, a gRPC stream, or nothing but the thread that sends."""
 
     passes_fds: bool
     body_limit: int
@@ -120,7 +120,10 @@ class Connection:
             return
 
     def lose(self, error: CommError) -> None:
-        """Fails what is under way, and takes back what is lent as unusable. Runs once, on the io thread."""
+        """Fails what is under way, and takes back what is lent as unusable.
+
+        Runs once, as the io thread or in its place.
+        """
         with self._lock:
             if self._lost is not None:
                 return

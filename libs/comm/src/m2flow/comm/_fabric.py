@@ -109,9 +109,10 @@ class Fabric:
         self._living: dict[str, Fabric] = {}
 
     def start(self, on_frame: dict[Kind, OnFrame], on_prompt_call: OnPromptCall) -> None:
-        """Begins to accept and to answer: `on_frame` maps kinds of frames to what handles them, on the io thread.
+        """Begins to accept and to answer: `on_frame` maps kinds of frames to what handles them.
 
-        A CALL that a waiting thread reads is offered to `on_prompt_call` first, which says whether it has handled it.
+        That runs as the io thread or in its place. A CALL that a waiting thread reads is offered to `on_prompt_call`
+        first, which says whether it has handled it.
         """
         self._on_frame, self._on_prompt_call = on_frame, on_prompt_call
         self.loop.watch(self._listener.fileno(), READ, self._accept)
@@ -182,7 +183,8 @@ class Fabric:
         """Raises CommError where the caller deals with frames: what it waits for could not come."""
         if self.loop.inside():
             raise CommError(
-                f"{call}: called on the io thread, as callbacks are, which must not wait: call it on another"
+                f"{call}: called as the io thread or in its place, as callbacks are, which must not wait: "
+                "call it elsewhere"
             )
 
     def link_from(self, peer: str) -> Link:
@@ -241,7 +243,9 @@ class Fabric:
             connections = list(self._all)
         self._go()
         for connection in connections:
-            connection.send(Kind.GOODBYE, 0, b"")
+            # Who was accepted and has yet to say who it is expects no word before a hello.
+            if connection.peer:
+                connection.send(Kind.GOODBYE, 0, b"")
         for connection in connections:
             if connection.greeted:
                 connection.link.wait_sent(_GOODBYE_TIMEOUT_S)
@@ -412,7 +416,8 @@ class Fabric:
                 if by_name.get(connection.peer) is connection:
                     del by_name[connection.peer]
             never_met = not connection.greeted and connection.peer in self._accepted
-        self._lose(connection, PeerLostError(connection.peer, reason), and_mail=not never_met)
+        lost = self._was_closed() if self._closed else PeerLostError(connection.peer, reason)
+        self._lose(connection, lost, and_mail=not never_met)
         if connection.greeted:
             # Peers hang up on an endpoint that has said goodbye: what ends then is no death either.
             self._on_gone(connection, not connection.left and not self._closed)
@@ -429,12 +434,15 @@ class Fabric:
             self._accepted.clear()
         for connection in connections:
             connection.link.close()
-            self._lose(connection, CommError(f"endpoint {self.identity.name!r} was closed"))
+            self._lose(connection, self._was_closed())
         self.mailbox.close(PeerLostError(self.identity.name, "it closed its endpoint"))
         self.loop.remove(self._listener.fileno())
         self._listener.close()
         self._directory.unlink(self.identity.name, self._inode)
         self._directory.close()
+
+    def _was_closed(self) -> CommError:
+        return CommError(f"endpoint {self.identity.name!r} was closed")
 
     def _abandon(self) -> None:
         """In a forked child: drops the copies of the parent's sockets, whose closing must tell of its death."""

@@ -1,6 +1,6 @@
 """The channels that an endpoint hosts: frames to and from their indexes, and the payloads' memory in between.
 
-Everything here runs on the endpoint's io thread, so the indexes need no lock.
+Everything here runs as the endpoint's io thread or in its place, one thread at a time: the indexes need no lock.
 """
 
 import threading

@@ -4,6 +4,8 @@ So no thread is woken for what is answered at once, and otherwise only the one t
 """
 
 import os
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -11,7 +13,13 @@ from m2flow.comm import _frames
 from m2flow.comm._frames import Kind
 from m2flow.comm._loop import Loop
 from m2flow.comm._replies import Awaited
+from m2flow.comm._unix import HIGH_WATER_BYTES
 from m2flow.comm.errors import CommError
+
+# What a frame that waits costs beside its body.
+_FRAME_BYTES = 512
+# How often who waits for the other end looks again.
+_LOOK_S = 0.001
 
 OnFrame = Callable[[Kind, int, bytes, int | None], object]
 OnClosed = Callable[[str], None]
@@ -27,6 +35,10 @@ class LocalLink:
         self._on_frame = on_frame
         self._on_closed = on_closed
         self._other: LocalLink | None = None
+        # Of the frames that have come to this end and wait for who is at work.
+        self._waiting_bytes = 0
+        # A Condition would stay locked after a KeyboardInterrupt in its own code.
+        self._counting = threading.Lock()
         self.body_limit = _frames.MAX_HELLO_BYTES
 
     def join(self, other: "LocalLink") -> None:
@@ -36,20 +48,31 @@ class LocalLink:
     def send(self, head: bytes, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True) -> None:
         """Brings a frame to the other end; a descriptor stays the caller's. Raises BrokenPipeError once closed.
 
-        Blocks for what the other end does with it, which never waits.
+        Blocks for what the other end does with it, which never waits; and, unless in the place of the io thread or not
+        to `wait`, while more than 8 MiB wait for another thread to do so.
         """
         other = self._other
-        if other is None:
+        if other is not None and other._waiting_bytes > HIGH_WATER_BYTES and wait and not self._loop.inside():
+            while other._waiting_bytes > HIGH_WATER_BYTES and self._other is not None:
+                time.sleep(_LOOK_S)
+        if other is None or self._other is None:
             raise BrokenPipeError("the link is closed")
         _, kind, request_id = _frames.parse_header(head, 0, _frames.MAX_BODY_BYTES)
         copied = bytes(body), None if fd is None else os.dup(fd)
         other._loop.work(partial(other._deal_with, kind, request_id, *copied))
+        other._count(_FRAME_BYTES + len(body))
+
+    def _count(self, size_bytes: int) -> None:
+        with self._counting:
+            self._waiting_bytes += size_bytes
 
     def _deal_with(self, kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
         try:
             self._on_frame(kind, request_id, body, fd)
         except CommError as error:
             self.fail(str(error))
+        # Counted down before its sender has counted it, where that one is at work: the sum is right.
+        self._count(-_FRAME_BYTES - len(body))
 
     def wait_sent(self, timeout_s: float) -> bool:
         """Nothing waits to be sent."""

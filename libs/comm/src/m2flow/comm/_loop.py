@@ -70,7 +70,7 @@ class Loop:
         return self._worker == threading.get_ident()
 
     def watch(self, fd: int, events: int, ready: Callable[[int], None]) -> None:
-        """Calls `ready(events)` on the io thread whenever the descriptor is readable or writable, as asked from now on.
+        """Calls `ready(events)` as the io thread whenever the descriptor is readable or writable, as asked from now on.
 
         No events: the descriptor is forgotten, which must come before it is closed. Any thread may call it.
         """
@@ -89,7 +89,7 @@ class Loop:
             self._epoll.unregister(fd)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Runs a function on the io thread, after those already asked for."""
+        """Runs a function as the io thread or in its place, after those already asked for."""
         self._calls.append(function)
         self.wake()
 
@@ -103,7 +103,7 @@ class Loop:
             self._work()
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> Timer:
-        """Runs a function on the io thread once `delay_s` seconds have passed."""
+        """Runs a function as the io thread once `delay_s` seconds have passed."""
         timer = Timer(function)
         due = time.monotonic() + delay_s
         self.call(lambda: heapq.heappush(self._timers, (due, next(self._order), timer)))

@@ -96,7 +96,7 @@ class Hold:
 class Released:
     """Blocks whose last array is gone, until the io thread sends word. Appending takes no lock."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake
         self._blocks: deque[tuple[Any, BlockRef]] = deque()
 

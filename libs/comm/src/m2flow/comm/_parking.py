@@ -1,6 +1,6 @@
 """Requests that came before what they ask for: a run's processes start in any order, so these wait a while.
 
-Runs on the io thread alone.
+Runs as the io thread or in its place, one thread at a time.
 """
 
 from collections.abc import Callable, Hashable

@@ -185,6 +185,7 @@ class TreeWriter:
 
     def _array(self, tag: bytes, value: npt.NDArray[Any]) -> None:
         code, spelling = _dtypes.code_of(value.dtype)
+        _check_ndim(value.ndim)
         self.out += tag + _ARRAY.pack(code, value.ndim)
         if code == _dtypes.SPELT:
             self._text(spelling)
@@ -241,6 +242,7 @@ def check(value: Any, depth: int = 0) -> None:
         inside = [getattr(value, name) for name in record.fields]
     elif kind is np.ndarray:
         _dtypes.code_of(value.dtype)
+        _check_ndim(value.ndim)
         return
     else:
         # What a tensor or a pickle must be is said once, where it is written.
@@ -252,6 +254,11 @@ def check(value: Any, depth: int = 0) -> None:
         # In line: a call costs more than the look.
         if type(each) not in _PLAIN:
             check(each, depth + 1)
+
+
+def _check_ndim(ndim: int) -> None:
+    if ndim > MAX_NDIM:
+        raise PayloadError(f"got an array of {ndim} dims, want at most {MAX_NDIM}: reshape it")
 
 
 def _too_deep() -> PayloadError:
@@ -430,8 +437,7 @@ class TreeReader:
         return rebuild(record, values), at
 
     def _shape(self, at: int, ndim: int) -> tuple[tuple[int, ...], int]:
-        if ndim > MAX_NDIM:
-            raise PayloadError(f"got an array of {ndim} dims, want at most {MAX_NDIM}")
+        _check_ndim(ndim)
         return struct.unpack_from(f"<{ndim}Q", self._data, at), at + 8 * ndim
 
     def _array(self, at: int) -> tuple[npt.NDArray[Any], int]:

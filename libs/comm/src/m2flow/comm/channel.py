@@ -59,7 +59,8 @@ class Stats:
 class Channel:
     """One endpoint's client of a channel. Thread-safe; many calls may wait at once, each for its own.
 
-    What blocks raises CommError in the callback of a future: the io thread runs it, which must not wait.
+    What blocks raises CommError in the callback of a future: that runs as the io thread or in its place, where none may
+    wait.
 
     While its host and all its consumers are endpoints of this process, items are handed over as they are: whoever puts
     one must not change it afterwards, nor may whoever takes it.

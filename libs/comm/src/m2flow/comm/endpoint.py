@@ -6,6 +6,7 @@ endpoints of one process need neither: each deals with the frames that it sends,
 noticed because the kernel closes its socket, not because it missed a heartbeat.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,7 +28,7 @@ from m2flow.comm._parking import Parking
 from m2flow.comm._replies import Answer, Reply
 from m2flow.comm.channel import Channel
 from m2flow.comm.collectives import Handle
-from m2flow.comm.errors import TimeoutError_
+from m2flow.comm.errors import CommError, TimeoutError_
 from m2flow.comm.payload import MAX_PAYLOAD_BYTES, Tree, encode
 from m2flow.comm.resharding import Box
 from m2flow.comm.routing import Address, route
@@ -159,7 +160,8 @@ class Endpoint:
 
         Handlers run on a few threads, never the io thread; those of one peer and service run one at a time, in the
         order sent. A handler that must wait returns a concurrent.futures.Future: its result, or error, is the answer.
-        A `prompt` handler never waits and answers with little: it runs on the thread that reads, which costs less.
+        A `prompt` handler never waits and answers with little: it runs as the io thread or in its place, which costs
+        less, and must bear being run on several threads at once.
         Calls that came earlier wait for it, for as long as a peer may take to appear. Raises ValueError for a service
         that has a handler. Blocks for the io thread.
         """
@@ -183,6 +185,10 @@ class Endpoint:
             reply.add_done_callback(partial(_discard, connection))
             call = f"{service}.{method}"
             raise TimeoutError_(channel=call, key=None, peer=peer, elapsed_s=deadline.elapsed_s) from None
+        except BaseException:
+            # A KeyboardInterrupt, or a peer that is lost.
+            reply.add_done_callback(partial(_discard, connection))
+            raise
         return read_answer(connection, body)
 
     def request_async(self, peer: str, service: str, method: str, args: Tree = None) -> "Future[Tree]":
@@ -388,13 +394,17 @@ class Endpoint:
         later. Raises PayloadError for a digest that differs, RemoteError for a version that is withdrawn, PeerLostError
         when the source dies, TimeoutError_ after `timeout_s` seconds.
         """
+        deadline = Deadline(timeout_s)
         if route(self.address, self.address_of(source), "cpu").backend == "grpc":
             receiver, weights = self.weight_receiver(name, sources=[source]), dict[str, Tree]()
             receiver.prepare(version, timeout_s=timeout_s)
             receiver.commit(weights.update)
             return weights
-        answer = self.request(source, SERVICE, "fetch", (name, version), timeout_s=timeout_s)
-        ask = partial(self.request, source, SERVICE, "digests", (name, version))
+        answer = self.request(source, SERVICE, "fetch", (name, version), timeout_s=deadline.left_s)
+
+        def ask() -> Tree:
+            return self.request(source, SERVICE, "digests", (name, version), timeout_s=deadline.left_s)
+
         return dict(self._reader.check(source, name, version, answer, ask))
 
     def newest_weights(self, source: str, name: str) -> int:
@@ -452,4 +462,6 @@ def _discard(connection: Connection, done: Reply) -> None:
 
 def _open_answer(connection: Connection, body: bytes) -> None:
     """Opens an answer that nobody reads, so that its memory goes back."""
-    connection.open(packed_of(comm_pb2.CallResponse.FromString(body).result))
+    # What cannot be opened has gone back by itself.
+    with contextlib.suppress(CommError):
+        connection.open(packed_of(comm_pb2.CallResponse.FromString(body).result))

@@ -17,6 +17,7 @@ import numpy as np
 from m2flow.comm import _torch
 from m2flow.comm._changes import Changes, changed
 from m2flow.comm._copying import Copy, copier
+from m2flow.comm._deadline import Deadline
 from m2flow.comm.errors import CommError, PayloadError, TimeoutError_
 from m2flow.comm.payload import Tree, encode
 from m2flow.comm.resharding import Box, Piece, cover, run
@@ -118,7 +119,7 @@ class WeightReceiver:
         Raises ValueError naming a tensor or part that no source has, PayloadError for bytes that are not those that
         were staged, PeerLostError or TimeoutError_ naming a source. Whatever it raises, the old version serves on.
         """
-        started = time.monotonic()
+        deadline = Deadline(timeout_s)
         self._moved_bytes = 0
         # What is on this host is mapped at once, its layout with it.
         asked = {
@@ -126,21 +127,21 @@ class WeightReceiver:
             for source in self._sources
             if route(self._caller.address, self._caller.address_of(source), "cpu").backend != "grpc"
         }
-        mapped = {source: self._answer(source, answer, started, timeout_s) for source, answer in asked.items()}
-        plan = self._plan(version, timeout_s, mapped)
+        mapped = {source: self._answer(source, answer, deadline) for source, answer in asked.items()}
+        plan = self._plan(version, deadline, mapped)
         given: dict[str, Given] = {}
         checking_s = 0.0
         for source in dict.fromkeys(move.source for _, moves in plan.values() for move in moves):
             if source in mapped:
                 since = time.monotonic()
-                given[source] = self._checked(source, version, mapped[source], timeout_s)
+                given[source] = self._checked(source, version, mapped[source], deadline)
                 checking_s += time.monotonic() - since
             else:
-                given[source], seconds = self._moved(source, version, plan, timeout_s)
+                given[source], seconds = self._moved(source, version, plan, deadline)
                 checking_s += seconds
         self._prepared = (version, plan, given)
         nbytes = sum(_nbytes(given, name, moves) for name, (_, moves) in plan.items())
-        return Prepared(version, nbytes, time.monotonic() - started - checking_s, checking_s, self._moved_bytes)
+        return Prepared(version, nbytes, deadline.elapsed_s - checking_s, checking_s, self._moved_bytes)
 
     def commit(self, load: Load) -> int:
         """Loads the prepared version, bucket by bucket, and serves it; returns it. Blocks while `load` runs.
@@ -185,7 +186,7 @@ class WeightReceiver:
         served until a commit, or another stream, succeeds.
         """
         self.version = None
-        plan = self._plan(version, timeout_s, {})
+        plan = self._plan(version, Deadline(timeout_s), {})
         names = list(plan)
         runs = list(_runs([plan[name][0].num_elements() * 8 for name in names], self._bucket_bytes))
         ask = partial(self._ask, version, plan)
@@ -214,14 +215,14 @@ class WeightReceiver:
                 asked.append((source, moves, self._caller.request_async(source, SERVICE, "slices", args)))
         return asked
 
-    def _answer(self, source: str, answer: "Future[Tree]", since: float, timeout_s: float | None) -> Tree:
+    def _answer(self, source: str, answer: "Future[Tree]", deadline: Deadline) -> Tree:
         try:
-            return answer.result(None if timeout_s is None else max(0.0, since + timeout_s - time.monotonic()))
+            return answer.result(deadline.left_s)
         except TimeoutError:
-            call, elapsed_s = f"{SERVICE}.fetch", time.monotonic() - since
-            raise TimeoutError_(channel=call, key=None, peer=source, elapsed_s=elapsed_s) from None
+            call = f"{SERVICE}.fetch"
+            raise TimeoutError_(channel=call, key=None, peer=source, elapsed_s=deadline.elapsed_s) from None
 
-    def _plan(self, version: int, timeout_s: float | None, mapped: Mapping[str, Tree]) -> Plan:
+    def _plan(self, version: int, deadline: Deadline, mapped: Mapping[str, Tree]) -> Plan:
         """What covers each wanted box; sources that are `mapped` are not asked for what they have."""
         packed = {}
         for source in self._sources:
@@ -229,7 +230,7 @@ class WeightReceiver:
                 packed[source] = mapped[source]["layout"]
             else:
                 args = (self._name, version)
-                packed[source] = self._caller.request(source, SERVICE, "layout", args, timeout_s=timeout_s)
+                packed[source] = self._caller.request(source, SERVICE, "layout", args, timeout_s=deadline.left_s)
         spelt = encode(packed).to_bytes()
         if self._planned is None or self._planned[0] != spelt:
             layouts = {source: read_layout(layout) for source, layout in packed.items()}
@@ -257,13 +258,14 @@ class WeightReceiver:
         whole = {name: found[1] for layout in layouts.values() for name, found in layout.items()}
         return {name: Box((0,) * len(shape), shape) for name, shape in whole.items()}
 
-    def _checked(self, source: str, version: int, answer: Tree, timeout_s: float | None) -> Arrays:
+    def _checked(self, source: str, version: int, answer: Tree, deadline: Deadline) -> Arrays:
         """Returns the arrays of a source on this host, in place, once their digests are checked."""
-        ask = partial(self._caller.request, source, SERVICE, "digests", (self._name, version), timeout_s=timeout_s)
+        args = (self._name, version)
+        ask = partial(self._caller.request, source, SERVICE, "digests", args, timeout_s=deadline.left_s)
         return self._reader.check(source, self._name, version, answer, ask)
 
     def _moved(
-        self, source: str, version: int, plan: Plan, timeout_s: float | None
+        self, source: str, version: int, plan: Plan, deadline: Deadline
     ) -> tuple[Mapping[tuple[str, Box], Tree], float]:
         """Returns what is wanted of a source that is reached over a network, and the seconds spent on checking it."""
         # Only what is wanted is moved, a bucket at a time; of what this end has had, only what changed.
@@ -275,7 +277,7 @@ class WeightReceiver:
             moves = every[start:stop]
             known = all((name, move.box) in had for name, move in moves)
             args = (self._name, version, _slices(moves), base if known else None)
-            answer = self._caller.request(source, SERVICE, "slices", args, timeout_s=timeout_s)
+            answer = self._caller.request(source, SERVICE, "slices", args, timeout_s=deadline.left_s)
             for (name, move), (found, expected) in zip(moves, answer, strict=True):
                 self._moved_bytes += int(found.nbytes)
                 started = time.monotonic()

@@ -16,7 +16,7 @@ from m2flow.sched._cycle import cycle_rows
 from m2flow.sched._hand_offs import lately
 from m2flow.sched._problem import NO_PINS, Pins, Problem
 from m2flow.sched._table import Floats, Grid, Ints, Rows
-from m2flow.sched._workflow import Workflow, reduce_graph
+from m2flow.sched._workflow import Workflow, one_rank_groups, reduce_graph
 from m2flow.sched.errors import InputError
 
 _MAX_UNITS = 64  # of one kind, when the quantum is chosen here
@@ -192,9 +192,7 @@ class Lookup:
         self._workflow, self._costs, self._grid, self._counts = workflow, costs, grid, counts
         self._pools, self._kinds, self._quanta = found, kinds, quanta
         self._groups = workflow.groups
-        # Items of a loop keep to a rank, and so nobody could move in step with it.
-        looped = {g for node in workflow.nodes if node.cyclic for g in node.groups}
-        self._single = {g for g in looped if self._groups[g].in_step}
+        self._single = one_rank_groups(workflow.graph)
         self._cache: dict[tuple[int, bool, int, tuple[tuple[str, int], ...]], Rows] = {}
 
     def __call__(self, node: int, chunked: bool, beside: int, pins: Pins) -> Rows:

@@ -9,31 +9,40 @@ from numpy.typing import NDArray
 
 from m2flow.sched._bound import Room
 from m2flow.sched._problem import Pins, Problem
+from m2flow.sched._table import Floats
 
 _MOST = 1 << 16  # choices of sizes that are told apart; of more some are left out
 _FINE = 0.75  # doublings
+_FITS = 1.0 + 1e-9
 Bools = NDArray[np.bool_]
 
 
 class Choices:
-    """Choices of pins, the nearest to the best so far first, and none whose sizes have no room (`_bound.Room`) for a
-    plan that is faster than what was found.
+    """Choices of pins, the nearest to the best so far first; none whose groups cannot fit into the memory of their
+    devices, and none whose sizes have no room (`_bound.Room`) for a plan that is faster than what was found.
 
     Near is what doubles or halves few sizes, and changes few overlaps and residencies; at first, to `Problem.near`, or
     to groups that have equal shares of the devices and stay there.
     """
 
     def __init__(self, problem: Problem, mode: str) -> None:
-        self._groups, self._units = list(problem.sizes), [np.array(sizes) for sizes in problem.sizes.values()]
-        self._rows = [np.arange(len(units)) for units in self._units]
+        self._groups = list(problem.sizes)
+        held = [_held(problem, group) for group in self._groups]
+        self._rows = [np.flatnonzero((h.sum(axis=1) <= _FITS).all(axis=-1).any(axis=0)) for h in held]
         most = int(_MOST ** (1 / len(self._groups)))
-        self._all = all(len(units) <= most for units in self._units)
+        self._all = all(len(rows) <= most for rows in self._rows)
         if not self._all:
-            self._rows = [np.unique(np.linspace(0, len(u) - 1, min(len(u), most)).astype(int)) for u in self._units]
-            self._units = [units[rows] for units, rows in zip(self._units, self._rows, strict=True)]
+            thin = [np.unique(np.linspace(0, len(r) - 1, min(len(r), most)).astype(int)) for r in self._rows]
+            self._rows = [rows[places] for rows, places in zip(self._rows, thin, strict=True)]
+        sizes = zip(problem.sizes.values(), self._rows, strict=True)
+        self._units = [np.array(units, dtype=np.int64)[rows] for units, rows in sizes]
         self._ways = list(_ways(problem, mode))
+        held = [h[:, :, rows] for h, rows in zip(held, self._rows, strict=True)]
         total = sum(problem.grid.shape)
-        fits = [_needed(self._groups, self._units, clusters) <= total for clusters, _ in self._ways]
+        fits = [
+            (_needed(self._groups, self._units, clusters) <= total) & _holds(self._groups, held, clusters, away)
+            for clusters, away in self._ways
+        ]
         self._left = np.stack(fits, axis=-1)
         equal = {g: max(1, max(problem.grid.shape) // len(self._groups)) for g in self._groups}
         self._first = problem.near or Pins(equal, *self._ways[0])
@@ -64,6 +73,37 @@ class Choices:
         rooms = [need[rows] for need, rows in zip(needs, self._rows, strict=True)]
         enough = [reduce(np.add.outer, [r[:, kind] for r in rooms]) <= most for kind, most in enumerate(spare)]
         return np.asarray(self._left & np.all(enough, axis=0)[..., None])
+
+
+def _held(problem: Problem, group: str) -> Floats:
+    """[2, 2, sizes, kinds] parts of a device's memory: resident and offloaded, what the group holds while idle and how
+    much more it needs to run, at least.
+
+    Nodes of several groups are not counted: which rows they have depends on the sizes of all.
+    """
+    sizes = problem.sizes[group]
+    found = np.zeros((2, 2, len(sizes), problem.kinds))
+    nodes = [i for i, groups in enumerate(problem.groups) if group in groups]
+    single = [i for i in nodes if problem.groups[i] == (group,) and not problem.unlimited]
+    for node, away, (row, units) in product(single, (0, 1), enumerate(sizes)):
+        pins = Pins({group: units}, offloaded=frozenset({group} if away else ()))
+        ways = [problem.leaves(node, c, 0, pins) for c in ((False, True) if problem.chunk_counts else (False,))]
+        idle = np.concatenate([w.off if away else w.keep for w in ways])
+        more = np.maximum(np.concatenate([w.run for w in ways]) - idle, 0.0).min(axis=0, initial=np.inf)
+        if node == nodes[0]:  # where the search counts it
+            found[away, 0, row] = idle.min(axis=0, initial=np.inf)
+        found[away, 1, row] = np.maximum(found[away, 1, row], more)
+    return found
+
+
+def _holds(groups: list[str], held: list[Floats], clusters: tuple[frozenset[str], ...], away: frozenset[str]) -> Bools:
+    """[sizes of each group, ...] whether each group can run beside what the others of its cluster hold while idle."""
+    fits = np.ones([h.shape[2] for h in held], dtype=np.bool_)
+    for kind, cluster in product(range(held[0].shape[-1]), clusters):
+        mine = [h[int(g in away), :, :, kind] * (g in cluster) for g, h in zip(groups, held, strict=True)]
+        idle, more = (reduce(join, [m[i] for m in mine]) for i, join in enumerate((np.add.outer, np.maximum.outer)))
+        fits &= idle + more <= _FITS
+    return fits
 
 
 def _steps(units: NDArray[np.int64], near: int) -> NDArray[np.float64]:

@@ -18,6 +18,7 @@ from m2flow.sched._tree import Reader, Tree, Turns, shape, walk
 _MANY = 100_000  # of a larger table only the best row is ranked
 _ROWS_A_CUT = 2  # of each first cut the best rows that are ranked
 SEARCHES = 128  # each for one choice of sizes, overlaps and residencies of groups with several nodes
+FIRST_SEARCHES = 1024  # as long as none of them has found a plan that fits
 
 
 @dataclass(frozen=True)
@@ -37,35 +38,44 @@ _MODES = ("temporal", "temporal", "spatial", "hybrid")
 
 @dataclass(frozen=True)
 class Found:
-    """Different plans of a mode, best first, and seconds that no plan of it can take less than."""
+    """Different plans of a mode, best first, seconds that no plan of it can take less than (infinite where none fits),
+    and how often it was searched."""
 
     plans: list[Candidate]
     lower_bound_s: float
+    searches: int = 1
 
     @property
     def exact(self) -> bool:
-        """Whether the first plan is proved to be the best."""
-        return not self.plans or self.plans[0].seconds <= self.lower_bound_s * (1 + 1e-9)
+        """Whether the first plan is proved to be the best, or it is proved that none fits."""
+        best = self.plans[0].seconds if self.plans else np.inf
+        return best <= self.lower_bound_s * (1 + 1e-9)
 
 
-def best_plans(problem: Problem, mode: str, count: int, searches: int = SEARCHES) -> Found:
-    """Returns up to `count` different plans of a mode ("" for any); none if none fits.
+def best_plans(
+    problem: Problem, mode: str, count: int, searches: int = SEARCHES, first_searches: int = FIRST_SEARCHES
+) -> Found:
+    """Returns up to `count` different plans of a mode ("" for any); none if none was found (`Found.exact`: none fits).
 
     The best one is exact, unless the graph is large (`_coarse.is_large`), when it is the best over several blockings of
-    it, or groups with several nodes have more sizes, overlaps and residencies than there may be searches.
+    it, or groups with several nodes have more sizes, overlaps and residencies that could be better than there may be
+    searches: `searches`, and up to `first_searches` as long as no plan fits.
     """
     if not is_large(problem):
-        return _exact_plans(problem, mode, count, searches)
+        return _exact_plans(problem, mode, count, searches, first_searches)
     found: dict[tuple[str, int], Candidate] = {}
     blockings = list(contractions(problem))
+    each, done = [-(-most // (3 * len(blockings))) for most in (searches, first_searches)], 0
     for contraction in blockings:
-        for plan in _exact_plans(contraction.problem, mode, count, -(-searches // (3 * len(blockings)))).plans:
+        answer = _exact_plans(contraction.problem, mode, count, *each)
+        done += answer.searches
+        for plan in answer.plans:
             fine = replace(plan, tree=contraction.expand(plan.tree, plan.pins))
             found.setdefault((shape(fine.tree), fine.staleness), fine)
     for candidate in _stretched_plans(problem, mode):
         found.setdefault((shape(candidate.tree), 0), candidate)
     plans = sorted(found.values(), key=lambda c: (c.seconds, c.staleness))[:count]
-    return Found(plans, lower_bound(problem) if plans else 0.0)
+    return Found(plans, lower_bound(problem), done)
 
 
 def _stretched_plans(problem: Problem, mode: str) -> Iterator[Candidate]:
@@ -84,25 +94,23 @@ def _stretched_plans(problem: Problem, mode: str) -> Iterator[Candidate]:
                 yield Candidate(fine, NO_PINS, seconds, 0, "hybrid" if shared else "spatial")
 
 
-def _exact_plans(problem: Problem, mode: str, count: int, searches: int) -> Found:
-    """As `best_plans`, with so many searches at most."""
+def _exact_plans(problem: Problem, mode: str, count: int, searches: int, first_searches: int) -> Found:
+    """As `best_plans`, of a graph that is not large."""
     if not problem.sizes:
         plans = _different(problem, sorted(_rows(problem, mode, NO_PINS), key=_by_seconds), count)
-        return Found(plans, plans[0].seconds if plans else 0.0)
+        return Found(plans, plans[0].seconds if plans else np.inf)
     if not all(problem.sizes.values()):
-        return Found([], 0.0)  # a group needs more than there is
-    choices, ranked = Choices(problem, mode), list[_Ranked]()
-    for _ in range(searches):
+        return Found([], np.inf)  # a group needs more than there is
+    choices, ranked, done = Choices(problem, mode), list[_Ranked](), 0
+    while done < (searches if ranked else first_searches):
         limit_s = ranked[count - 1][0] if len(ranked) >= count else np.inf
         pins = choices.nearest(ranked[0][-1] if ranked else None, limit_s)
         if pins is None:
             break
-        ranked = sorted(ranked + list(_rows(problem, mode, pins)), key=_by_seconds)
+        ranked, done = sorted(ranked + list(_rows(problem, mode, pins)), key=_by_seconds), done + 1
     plans = _different(problem, ranked, count)
-    if not plans:
-        return Found([], 0.0)
-    least = plans[0].seconds
-    return Found(plans, least if choices.none_left(least) else min(least, lower_bound(problem)))
+    least = plans[0].seconds if plans else np.inf
+    return Found(plans, least if choices.none_left(least) else min(least, lower_bound(problem)), done)
 
 
 def _by_seconds(ranked: _Ranked) -> tuple[float, int]:

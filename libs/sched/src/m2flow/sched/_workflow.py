@@ -4,7 +4,7 @@ Stages that cost nothing (sources, gathers, maps) are walked through; a stage cy
 node; a barrier, or `after`, between two nodes marks their edge, so that no pipeline crosses it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from m2flow.proto.flow.v1 import flow_pb2
@@ -101,18 +101,56 @@ def reduce_graph(graph: flow_pb2.WorkflowGraph) -> Workflow:
 
 
 def stage_volumes(graph: flow_pb2.WorkflowGraph) -> dict[str, float]:
-    """Items that enter each stage in one iteration; a merge adds its inputs, a join has the largest."""
-    volumes: dict[str, float] = {}
+    """Items that enter each stage in one iteration; a merge adds its inputs, a join has the largest, and no more come
+    out of a quota than it lets pass."""
+    volumes, leaving = dict[str, float](), dict[str, float]()
     stages = {s.name: s for s in graph.stages}
     producers: dict[str, list[str]] = {name: [] for name in stages}
     for stream in graph.streams:
         if not stream.feedback:
             producers[stream.consumer].append(stream.producer)
     for name in _topological(stages, producers):
-        sources = [volumes[p] * (stages[p].expansion or 1.0) for p in producers[name]]
+        sources = [leaving[p] for p in producers[name]]
         adds = stages[name].kind == flow_pb2.STAGE_KIND_MERGE
         volumes[name] = (sum(sources) if adds else max(sources)) if sources else float(max(graph.source_items, 1))
+        leaving[name] = volumes[name] * (stages[name].expansion or 1.0)
+        if stages[name].HasField("quota"):
+            leaving[name] = min(leaving[name], float(stages[name].quota.count))
     return volumes
+
+
+def one_rank_groups(graph: flow_pb2.WorkflowGraph) -> set[str]:
+    """Groups that need one rank: all that a barrier or a quota sees has to come to one place, and of ranks that move in
+    step each would wait for an item, of a loop or before a quota, that another has to bring."""
+    stages = {s.name: s for s in graph.stages}
+    before: dict[str, list[str]] = {name: [] for name in stages}
+    for stream in graph.streams:
+        before[stream.consumer].append(stream.producer)
+
+    def behind(name: str, through: Callable[[flow_pb2.Stage], bool]) -> set[str]:
+        found, pending = set[str](), list(before[name])
+        while pending:
+            other = pending.pop()
+            if other not in found:
+                found.add(other)
+                pending += before[other] if through(stages[other]) else []
+        return found
+
+    in_step = {g.name for g in graph.groups if g.in_step}
+    passive = {s.name: behind(s.name, lambda other: other.kind in _PASSIVE and not other.group) for s in graph.stages}
+    everything = {s.name: behind(s.name, lambda other: True) for s in graph.stages}
+    quotas = [s.name for s in graph.stages if s.HasField("quota")]
+    single = set()
+    for stage in graph.stages:
+        alone = any(stages[b].kind == flow_pb2.STAGE_KIND_BARRIER or b in quotas for b in passive[stage.name])
+        awaited = stage.name in everything[stage.name] or any(stage.name in everything[q] for q in quotas)
+        if (
+            stage.group
+            and stage.kind != flow_pb2.STAGE_KIND_PUBLISH
+            and (alone or (awaited and stage.group in in_step))
+        ):
+            single.add(stage.group)
+    return single
 
 
 @dataclass(frozen=True)

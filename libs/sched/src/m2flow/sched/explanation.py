@@ -8,7 +8,7 @@ from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched._build import Model, build, what_if
 from m2flow.sched._cluster import MOST_DEVICES
 from m2flow.sched._coarse import is_large
-from m2flow.sched._plans import best_plans
+from m2flow.sched._plans import Found, best_plans
 from m2flow.sched._tree import shape
 from m2flow.sched._words import plan_in_words
 from m2flow.sched.planning import respond, searched
@@ -18,6 +18,7 @@ _STEPS = 6  # in so many steps,
 _CLOSE = 1.005  # of which the first that flips the choice is halved until the number is this close
 _MOST_STAGES = 3
 _SEARCHES = 3  # of a what-if, from the pins of the best plan on
+_FIRST_SEARCHES = 64  # of one, as long as no plan fits
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,22 @@ def explain(request: sched_pb2.ExplainRequest | sched_pb2.PlanRequest) -> sched_
     return response
 
 
-def _best(model: Model, mode: str = "") -> Choice | None:
-    """The best plan of a mode ("" for the one asked for); None if none fits."""
-    best = best_plans(model.problem, mode or model.request.mode, 1, _SEARCHES).plans
-    return Choice(best[0].seconds, best[0].mode, shape(best[0].tree)) if best else None
+def _found(model: Model, mode: str = "") -> Found:
+    """The best plan of a mode ("" for the one asked for)."""
+    return best_plans(model.problem, mode or model.request.mode, 1, _SEARCHES, _FIRST_SEARCHES)
+
+
+def _choice(found: Found) -> Choice | None:
+    best = found.plans[0] if found.plans else None
+    return Choice(best.seconds, best.mode, shape(best.tree)) if best else None
+
+
+def _best(model: Model) -> Choice | None:
+    return _choice(_found(model))
+
+
+def _none(found: Found) -> str:
+    return "fits" if found.exact else f"was found in {found.searches} searches"
 
 
 def _binding(model: Model, base: Choice) -> list[str]:
@@ -162,9 +175,10 @@ def _mode_lines(model: Model, base: Choice) -> list[str]:
     for mode in ("temporal", "spatial", "hybrid"):
         if mode == base.mode or model.request.mode:
             continue
-        other = _best(model, mode)
+        found = _found(model, mode)
+        other = _choice(found)
         if other is None:
-            lines.append(f"No {mode} plan fits.")
+            lines.append(f"No {mode} plan {_none(found)}.")
         else:
             lines.append(
                 f"Best {mode}: {other.seconds:.4g} s ({other.seconds / base.seconds - 1:+.1%}), {other.shape}."
@@ -180,10 +194,11 @@ def _device_lines(model: Model, base: Choice) -> list[str]:
         for change in (step, -step):
             if have + change < 1 or total + change > MOST_DEVICES:
                 continue
-            answer = _best(what_if(model, devices={kind: have + change}))
+            found = _found(what_if(model, devices={kind: have + change}))
+            answer = _choice(found)
             what = f"{step} {kind} device{'s' if step > 1 else ''} {'more' if change > 0 else 'fewer'}"
             if answer is None:
-                lines.append(f"With {what}: no plan fits.")
+                lines.append(f"With {what}: no plan {_none(found)}.")
             else:
                 change_of = f"{answer.seconds / base.seconds - 1:+.1%}"
                 lines.append(f"With {what}: {answer.seconds:.4g} s ({change_of}), {answer.shape}.")

@@ -57,7 +57,7 @@ def respond(model: Model, found: Found, seconds: float) -> sched_pb2.PlanRespons
     response = sched_pb2.PlanResponse(
         search_s=seconds,
         exact=found.exact,
-        lower_bound_s=found.lower_bound_s,
+        lower_bound_s=found.lower_bound_s if found.plans else 0.0,
         device_quantum=model.problem.quanta[0],
     )
     response.notes.extend(model.costs.notes)
@@ -91,7 +91,7 @@ def respond(model: Model, found: Found, seconds: float) -> sched_pb2.PlanRespons
             if model.costs.stages[stage].origin == "measured" and estimate.far
         )
     if not found.plans:
-        response.infeasible = why_infeasible(model)
+        response.infeasible = why_infeasible(model, found)
     light = model.problem.light
     if light and found.plans:
         response.notes.append(

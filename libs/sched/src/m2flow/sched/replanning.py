@@ -50,7 +50,7 @@ def replan(
     current_s = run_plan(model, current)[0]
     candidates = searched(model)[0].plans
     if not candidates:
-        return Replan(None, current_s, current_s, "no plan fits; the current one stays")
+        return Replan(None, current_s, current_s, "no plan was found; the current one stays")
     plans = [execution_plan(model, c) for c in candidates[:_TRIED]]
     seconds = [run_plan(model, p)[0] for p in plans]
     best = min(range(len(plans)), key=seconds.__getitem__)

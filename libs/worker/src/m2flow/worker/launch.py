@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +45,7 @@ class AgentAddress:
     """
 
     address: str
-    token: str
+    token: str = field(repr=False)
 
     def __post_init__(self) -> None:
         check_token(self.token)

@@ -5,7 +5,7 @@ import select
 import subprocess
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from m2flow.worker._python import MODULE, child_environment
@@ -21,7 +21,7 @@ class AgentOptions:
     """What an agent is started with; see `Boot`."""
 
     directory: Path
-    token: str
+    token: str = field(repr=False)
     agent: str = "agent"
     address: str = ""
     preload: Sequence[str] = ()

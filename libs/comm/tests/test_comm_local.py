@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,9 @@ def test_who_closes_its_endpoint_is_not_told_that_its_peer_is_lost(make: Any) ->
         answer.result(5)
 
 
-def test_who_sends_waits_while_much_waits_at_the_other_end(make: Any) -> None:
+@contextmanager
+def much_sent(make: Any) -> Iterator[tuple[Any, Future[Any], threading.Event]]:
+    """An endpoint whose thread sends 12 MB to one that deals with nothing until the event is set."""
     host, w = make("host"), make("w")
     host.handle("s", lambda request: None)
     assert w.request("host", "s", "m", timeout_s=5) is None
@@ -71,21 +73,18 @@ def test_who_sends_waits_while_much_waits_at_the_other_end(make: Any) -> None:
     host._fabric.loop.call(lambda: bool(held.wait(5)))
     body = bytes(30_000)
     with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(lambda: [w.request_async("host", "s", "m", body) for _ in range(400)])
+        yield w, pool.submit(lambda: [w.request_async("host", "s", "m", body) for _ in range(400)]), held
+
+
+def test_who_sends_waits_while_much_waits_at_the_other_end(make: Any) -> None:
+    with much_sent(make) as (_, sent, held):
         assert not wait([sent], 0.2).done, "12 MB wait for nobody"
         held.set()
         assert [answer.result(5) for answer in sent.result(5)] == [None] * 400
 
 
 def test_who_sends_no_longer_waits_once_either_end_is_closed(make: Any) -> None:
-    host, w = make("host"), make("w")
-    host.handle("s", lambda request: None)
-    assert w.request("host", "s", "m", timeout_s=5) is None
-    held = threading.Event()
-    host._fabric.loop.call(lambda: bool(held.wait(5)))
-    body = bytes(30_000)
-    with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(lambda: [w.request_async("host", "s", "m", body) for _ in range(400)])
+    with much_sent(make) as (w, sent, held):
         assert not wait([sent], 0.1).done
         w._fabric.connection("host").link.close()
         sent.result(5)

@@ -65,9 +65,9 @@ def fuzz_one(data: bytes) -> None:
 
 
 def with_header(tree: bytes) -> bytes:
-    """Returns a payload that consists of a header that fits, and the tree."""
-    sizes = payload._SIZES.pack(payload._MAGIC, payload._LAYOUT, len(tree), payload._HEADER_BYTES + len(tree))
-    return sizes + zlib.crc32(tree, zlib.crc32(sizes)).to_bytes(4, "little") + tree
+    """Returns a payload that consists of a header that fits, the tree and its check."""
+    header = payload._HEADER.pack(payload._MAGIC, payload._LAYOUT, len(tree), payload._AROUND_BYTES + len(tree))
+    return header + tree + zlib.crc32(header + tree).to_bytes(4, "little")
 
 
 def mutated(rng: random.Random, data: bytes, other: bytes) -> bytes:
@@ -124,7 +124,7 @@ def run(num_inputs: int, seed: int) -> dict[str, float]:
     """Tries inputs; returns how many, how many were kept, the edges they reached and the seconds of the slowest."""
     rng, edges = random.Random(seed), Edges()
     corpus = [encode(tree).to_bytes() for tree in _SEEDS]
-    corpus += [data[payload._HEADER_BYTES :] for data in corpus]
+    corpus += [data[payload._HEADER.size :] for data in corpus]
     slowest_s = 0.0
     with little_room():
         for _ in range(num_inputs):

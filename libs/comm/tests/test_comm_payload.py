@@ -19,7 +19,8 @@ from m2flow.comm import PayloadError, Pickled, _torch, _tree, decode, encode, re
 from m2flow.comm._tree import check
 from m2flow.comm.payload import Place
 
-HEADER_BYTES = 20
+# The header before the tree and the check after it.
+AROUND_BYTES = 20
 
 
 @register
@@ -166,8 +167,8 @@ def test_altered_or_cut_bytes_are_refused_or_decode(tree: Any, data: st.DataObje
         return
     at = data.draw(st.integers(0, len(whole) - 1))
     whole[at] ^= data.draw(st.integers(1, 255))
-    tree_end = HEADER_BYTES + struct.unpack_from("<I", encode(tree).to_bytes(), 4)[0]
-    if at >= tree_end:
+    arrays_at = AROUND_BYTES + struct.unpack_from("<I", encode(tree).to_bytes(), 4)[0]
+    if at >= arrays_at:
         decode(bytes(whole))  # an array's element, or padding: as valid as any other
         return
     with pytest.raises(PayloadError):
@@ -275,8 +276,8 @@ def test_a_tree_that_contains_itself_is_refused() -> None:
 
 
 def crafted(tree: bytes) -> bytes:
-    sizes = struct.pack("<HHIQ", 0x326D, 1, len(tree), HEADER_BYTES + len(tree))
-    return sizes + zlib.crc32(tree, zlib.crc32(sizes)).to_bytes(4, "little") + tree
+    header = struct.pack("<HHIQ", 0x326D, 3, len(tree), AROUND_BYTES + len(tree))
+    return header + tree + zlib.crc32(header + tree).to_bytes(4, "little")
 
 
 @pytest.mark.parametrize(

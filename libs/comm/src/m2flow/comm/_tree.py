@@ -147,7 +147,9 @@ class TreeWriter:
             self._all(itertools.chain.from_iterable(value.items()))
             return
         out += head
-        self._enter()
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise _too_deep()
         for item in value.values():
             # What most items are made of is written in line: a call costs as much as the value.
             kind = type(item)
@@ -266,17 +268,17 @@ def _too_deep() -> PayloadError:
 
 
 class TreeReader:
-    """Reads one tree from its tagged bytes; `next_part(size)` gives the bytes beside it, in order.
+    """Reads trees from tagged bytes; `next_part(size)` gives the bytes beside the one that is read, in order.
 
-    `next_part` raises PayloadError where fewer bytes are left, before anything is made from them. The common tags are
-    read in line, as this is the path of every item; positions are passed along instead of kept.
+    `next_part` raises PayloadError where fewer bytes are left, before anything is made from them. What is being read is
+    passed along, with the position and the depth in it: nothing is kept here, and a reader serves any number of trees,
+    on any number of threads. The common tags are read in line, as this is the path of every item.
     """
 
-    __slots__ = ("_data", "_depth", "_device", "_lifted", "_next_part", "_size", "_unpickles")
+    __slots__ = ("_device", "_lifted", "_next_part", "_unpickles")
 
     def __init__(
         self,
-        data: bytes,
         next_part: Callable[[int], Bytes],
         *,
         unpickles: bool,
@@ -286,30 +288,17 @@ class TreeReader:
         self._unpickles = unpickles
         self._device = device
         self._lifted = lifted
-        self._data = data
-        self._size = len(data)
-        self._depth = 0
         self._next_part = next_part
 
-    def read_all(self) -> Any:
-        """Returns the tree; raises PayloadError unless the bytes hold exactly one."""
-        try:
-            tree, end = self.read(0)
-        except (struct.error, IndexError) as error:
-            raise PayloadError(f"got a tree of {self._size} bytes that is cut short: {error}") from error
-        if end != self._size:
-            raise PayloadError(f"got {self._size - end} bytes after the tree, want none")
-        return tree
+    def read(self, data: bytes, at: int, depth: int) -> tuple[Any, int]:
+        """Returns the value at a position, and the position after it.
 
-    def read(self, at: int) -> tuple[Any, int]:
-        """Returns the value at a position, and the position after it."""
-        data = self._data
+        Raises PayloadError for what no writer writes; struct.error or IndexError where the bytes end in its midst.
+        """
         tag = data[at]
         if tag == _STR:
-            end = at + 5 + _U32.unpack_from(data, at + 1)[0]
-            if end > self._size:
-                raise self._cut(end)
-            return _decode_text(data[at + 5 : end]), end
+            text, at = _take(data, at + 1)
+            return _decode_text(text), at
         if tag == _INT:
             return _I64.unpack_from(data, at + 1)[0], at + 9
         if tag == _FLOAT:
@@ -317,165 +306,161 @@ class TreeReader:
         reader = _READERS.get(tag)
         if reader is None:
             raise PayloadError(f"got tag {tag:#x} in a tree, want one that this version knows")
-        return reader(self, at + 1)
+        return reader(self, data, at + 1, depth)
 
-    def _cut(self, end: int) -> PayloadError:
-        return PayloadError(f"got a tree of {self._size} bytes, want at least {end}: it is cut short")
-
-    def _take(self, at: int) -> tuple[bytes, int]:
-        """Returns the bytes whose count stands at a position."""
-        end = at + 4 + _U32.unpack_from(self._data, at)[0]
-        if end > self._size:
-            raise self._cut(end)
-        return self._data[at + 4 : end], end
-
-    def _count(self, at: int) -> int:
-        count = int(_U32.unpack_from(self._data, at)[0])
-        self._enter(count, at)
-        return count
-
-    def _enter(self, count: int, at: int) -> None:
-        if count > self._size - at:
-            raise PayloadError(f"got a count of {count} with {self._size - at} bytes left")
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise PayloadError(f"got a tree nested deeper than {MAX_DEPTH}")
-
-    def _none(self, at: int) -> tuple[None, int]:
+    def _none(self, data: bytes, at: int, depth: int) -> tuple[None, int]:
         return None, at
 
-    def _true(self, at: int) -> tuple[bool, int]:
+    def _true(self, data: bytes, at: int, depth: int) -> tuple[bool, int]:
         return True, at
 
-    def _false(self, at: int) -> tuple[bool, int]:
+    def _false(self, data: bytes, at: int, depth: int) -> tuple[bool, int]:
         return False, at
 
-    def _big_int(self, at: int) -> tuple[int, int]:
-        data, end = self._take(at)
-        return int.from_bytes(data, "little", signed=True), end
+    def _big_int(self, data: bytes, at: int, depth: int) -> tuple[int, int]:
+        digits, end = _take(data, at)
+        return int.from_bytes(digits, "little", signed=True), end
 
-    def _bytes(self, at: int) -> tuple[bytes, int]:
-        return self._take(at)
+    def _bytes(self, data: bytes, at: int, depth: int) -> tuple[bytes, int]:
+        return _take(data, at)
 
-    def _long_bytes(self, at: int) -> tuple[bytes, int]:
-        return self._next_part(_U64.unpack_from(self._data, at)[0]).tobytes(), at + 8
+    def _beside(self, data: bytes, at: int) -> Bytes:
+        return self._next_part(_U64.unpack_from(data, at)[0])
 
-    def _long_str(self, at: int) -> tuple[str, int]:
-        return _decode_text(self._next_part(_U64.unpack_from(self._data, at)[0]).tobytes()), at + 8
+    def _long_bytes(self, data: bytes, at: int, depth: int) -> tuple[bytes, int]:
+        return self._beside(data, at).tobytes(), at + 8
 
-    def _nested(self, at: int) -> tuple[Bytes, int]:
-        return self._next_part(_U64.unpack_from(self._data, at)[0]), at + 8
+    def _long_str(self, data: bytes, at: int, depth: int) -> tuple[str, int]:
+        return _decode_text(self._beside(data, at).tobytes()), at + 8
 
-    def _pickled(self, at: int) -> tuple[Any, int]:
+    def _nested(self, data: bytes, at: int, depth: int) -> tuple[Bytes, int]:
+        return self._beside(data, at), at + 8
+
+    def _pickled(self, data: bytes, at: int, depth: int) -> tuple[Any, int]:
         if not self._unpickles:
             raise PayloadError("got a pickle, which this end does not take: allow_pickle=True takes those of one host")
-        data = self._next_part(_U64.unpack_from(self._data, at)[0])
+        pickled = self._beside(data, at)
         try:
-            return Pickled(pickle.loads(data.tobytes())), at + 8
+            return Pickled(pickle.loads(pickled.tobytes())), at + 8
         except Exception as error:
             raise PayloadError(f"got a pickle that cannot be read here: {error}") from error
 
-    def _list(self, at: int) -> tuple[list[Any], int]:
+    def _list(self, data: bytes, at: int, depth: int) -> tuple[list[Any], int]:
         read, values = self.read, []
-        count, at = self._count(at), at + 4
+        count, at = _count(data, at, depth)
         for _ in range(count):
-            value, at = read(at)
+            value, at = read(data, at, depth + 1)
             values.append(value)
-        self._depth -= 1
         return values, at
 
-    def _tuple(self, at: int) -> tuple[tuple[Any, ...], int]:
-        values, at = self._list(at)
+    def _tuple(self, data: bytes, at: int, depth: int) -> tuple[tuple[Any, ...], int]:
+        values, at = self._list(data, at, depth)
         return tuple(values), at
 
-    def _dict(self, at: int) -> tuple[dict[Any, Any], int]:
+    def _dict(self, data: bytes, at: int, depth: int) -> tuple[dict[Any, Any], int]:
         read = self.read
         tree: dict[Any, Any] = {}
-        count, at = self._count(at), at + 4
+        count, at = _count(data, at, depth)
         for _ in range(count):
-            key, at = read(at)
-            value, at = read(at)
+            key, at = read(data, at, depth + 1)
+            value, at = read(data, at, depth + 1)
             try:
                 tree[key] = value
             except TypeError as error:
                 raise PayloadError(f"got a dict key of type {type(key).__name__}: {error}") from error
-        self._depth -= 1
         return tree, at
 
-    def _keyed(self, at: int) -> tuple[dict[str, Any], int]:
-        read, data, size = self.read, self._data, self._size
-        table, at = self._take(at)
-        keys = _decode_keys(table)
-        self._enter(len(keys), at)
+    def _keyed(self, data: bytes, at: int, depth: int) -> tuple[dict[str, Any], int]:
+        if depth == MAX_DEPTH:
+            raise _too_deep_to_read()
+        table, at = _take(data, at)
         tree: dict[str, Any] = {}
-        for key in keys:
+        for key in _decode_keys(table):
             tag = data[at]
             if tag == _INT:
                 tree[key], at = _I64.unpack_from(data, at + 1)[0], at + 9
             elif tag == _BYTES:
-                end = at + 5 + _U32.unpack_from(data, at + 1)[0]
-                if end > size:
-                    raise self._cut(end)
-                tree[key], at = data[at + 5 : end], end
+                tree[key], at = _take(data, at + 1)
             else:
-                tree[key], at = read(at)
-        self._depth -= 1
+                tree[key], at = self.read(data, at, depth + 1)
         return tree, at
 
-    def _record(self, at: int) -> tuple[Any, int]:
-        name, at = self._take(at)
-        record = record_named(_decode_text(name), _U32.unpack_from(self._data, at)[0])
+    def _record(self, data: bytes, at: int, depth: int) -> tuple[Any, int]:
+        if depth == MAX_DEPTH:
+            raise _too_deep_to_read()
+        name, at = _take(data, at)
+        record = record_named(_decode_text(name), _U32.unpack_from(data, at)[0])
         read, values = self.read, []
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise PayloadError(f"got a tree nested deeper than {MAX_DEPTH}")
         at += 4
         for _ in record.fields:
-            value, at = read(at)
+            value, at = read(data, at, depth + 1)
             values.append(value)
-        self._depth -= 1
         return rebuild(record, values), at
 
-    def _shape(self, at: int, ndim: int) -> tuple[tuple[int, ...], int]:
-        _check_ndim(ndim)
-        return struct.unpack_from(f"<{ndim}Q", self._data, at), at + 8 * ndim
-
-    def _array(self, at: int) -> tuple[npt.NDArray[Any], int]:
-        code, ndim = _ARRAY.unpack_from(self._data, at)
-        spelling, at = self._take(at + 2) if code == _dtypes.SPELT else (b"", at + 2)
+    def _array(self, data: bytes, at: int, depth: int) -> tuple[npt.NDArray[Any], int]:
+        code, ndim = _ARRAY.unpack_from(data, at)
+        spelling, at = _take(data, at + 2) if code == _dtypes.SPELT else (b"", at + 2)
         dtype = _dtypes.dtype_of(code, _decode_text(spelling))
-        shape, at = self._shape(at, ndim)
-        data = self._next_part(math.prod(shape) * dtype.itemsize)
+        shape, at = _shape(data, at, ndim)
+        part = self._next_part(math.prod(shape) * dtype.itemsize)
         try:
-            array = data.view(dtype).reshape(shape) if data.size else np.empty(shape, dtype)
+            array = part.view(dtype).reshape(shape) if part.size else np.empty(shape, dtype)
         except (OverflowError, ValueError) as error:
             raise PayloadError(f"got an array of shape {shape}, which numpy refuses: {error}") from error
         # What arrives may be given to another reader after this one's death, so nobody writes to it.
         array.flags.writeable = False
         return array, at
 
-    def _scalar(self, at: int) -> tuple[Any, int]:
-        array, at = self._array(at)
+    def _scalar(self, data: bytes, at: int, depth: int) -> tuple[Any, int]:
+        array, at = self._array(data, at, depth)
         if array.ndim:
             raise PayloadError(f"got a scalar of {array.ndim} dims, want 0")
         return array[()], at
 
-    def _tensor(self, at: int) -> tuple[Any, int]:
-        code, ndim = _ARRAY.unpack_from(self._data, at)
+    def _tensor(self, data: bytes, at: int, depth: int) -> tuple[Any, int]:
+        code, ndim = _ARRAY.unpack_from(data, at)
         item_size = _torch.item_size(code)
-        shape, at = self._shape(at + 2, ndim)
-        data = self._next_part(math.prod(shape) * item_size)
+        shape, at = _shape(data, at + 2, ndim)
+        part = self._next_part(math.prod(shape) * item_size)
         try:
-            tensor = _torch.from_bytes(code, shape, data if data.flags.writeable else data.copy())
+            tensor = _torch.from_bytes(code, shape, part if part.flags.writeable else part.copy())
             return (tensor if self._device is None else tensor.to(self._device)), at
         except (RuntimeError, TypeError) as error:
             raise PayloadError(f"got a tensor of shape {shape}, which torch refuses: {error}") from error
 
-    def _lift(self, at: int) -> tuple[Any, int]:
-        number = _U32.unpack_from(self._data, at)[0]
+    def _lift(self, data: bytes, at: int, depth: int) -> tuple[Any, int]:
+        number = _U32.unpack_from(data, at)[0]
         if number >= len(self._lifted):
             raise PayloadError(f"got tensor {number} of those beside the payload, want less than {len(self._lifted)}")
         return self._lifted[number], at + 4
+
+
+def _take(data: bytes, at: int) -> tuple[bytes, int]:
+    """Returns the bytes whose count stands at a position, and the position after them."""
+    start = at + 4
+    end = start + _U32.unpack_from(data, at)[0]
+    if end > len(data):
+        raise PayloadError(f"got a tree that ends {end - len(data)} bytes early: it is cut short")
+    return data[start:end], end
+
+
+def _count(data: bytes, at: int, depth: int) -> tuple[int, int]:
+    """Returns how many values follow, and where they begin; they lie one deeper."""
+    count, at = int(_U32.unpack_from(data, at)[0]), at + 4
+    if count > len(data) - at:
+        raise PayloadError(f"got a count of {count} with {len(data) - at} bytes left")
+    if depth == MAX_DEPTH:
+        raise _too_deep_to_read()
+    return count, at
+
+
+def _too_deep_to_read() -> PayloadError:
+    return PayloadError(f"got a tree nested deeper than {MAX_DEPTH}")
+
+
+def _shape(data: bytes, at: int, ndim: int) -> tuple[tuple[int, ...], int]:
+    _check_ndim(ndim)
+    return struct.unpack_from(f"<{ndim}Q", data, at), at + 8 * ndim
 
 
 def _decode_text(data: bytes) -> str:
@@ -501,7 +486,7 @@ def _decode_keys(table: bytes) -> tuple[str, ...]:
 
 
 _STR, _INT, _FLOAT, _BYTES = b"sidb"
-_READERS: dict[int, Callable[[TreeReader, int], tuple[Any, int]]] = {
+_READERS: dict[int, Callable[[TreeReader, bytes, int, int], tuple[Any, int]]] = {
     ord("N"): TreeReader._none,
     ord("t"): TreeReader._true,
     ord("f"): TreeReader._false,

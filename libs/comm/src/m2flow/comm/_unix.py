@@ -151,8 +151,7 @@ class UnixLink:
     def _shut(self) -> None:
         self._closed = True
         if self._socket is not None:
-            if self._watched:
-                self._loop.remove(self._socket.fileno())
+            self._loop.remove(self._socket.fileno())
             if self._waiting is None:
                 self._free()
             else:

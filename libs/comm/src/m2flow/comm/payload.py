@@ -1,7 +1,7 @@
 """Payloads: any tree of plain values and arrays as bytes, and back, without pickle.
 
-A payload is one run of bytes: a header with a check of the tree, the tree, then each array at a multiple of 64 bytes,
-so that the reader's arrays lie on the bytes themselves. The same run travels in a message or lies in shared memory.
+A payload is one run of bytes: a header, the tree and a check of both, then each array at a multiple of 64 bytes, so
+that the reader's arrays lie on the bytes themselves. The same run travels in a message or lies in shared memory.
 """
 
 import struct
@@ -24,63 +24,69 @@ __all__ = ["MAX_PAYLOAD_BYTES", "Encoded", "Pickled", "Tree", "decode", "encode"
 Tree = Any
 MAX_PAYLOAD_BYTES = 1 << 40
 
-# Magic, layout, bytes of the tree, bytes of the whole; then the check of all that and of the tree.
-_SIZES = struct.Struct("<HHIQ")
-_HEADER = struct.Struct("<HHIQI")
-_HEADER_BYTES = _HEADER.size
+# Magic, layout, bytes of the tree, bytes of the whole.
+_HEADER = struct.Struct("<HHIQ")
+_CHECK_BYTES = 4
+# What is around a tree.
+_AROUND_BYTES = _HEADER.size + _CHECK_BYTES
+# The CRC-32 of any bytes that end with their own CRC-32.
+_CHECKED = 0x2144DF1C
 _MAGIC = 0x326D
-_LAYOUT = 1
+_LAYOUT = 3
 # The same with pickles in it: said in the header, so that it can be refused without reading the tree.
-_LAYOUT_WITH_PICKLE = 2
+_LAYOUT_WITH_PICKLE = 4
 _ALIGN = 64
 
 
-class Encoded:
-    """A tree ready to be written: its header and structure are bytes already, its arrays still lie where they were.
+class Encoded(TreeWriter):
+    """A tree ready to be written: its structure is bytes already, its arrays still lie where they were.
 
     In another tree it travels as its bytes, uint8 of shape [size_bytes], for a reader who decodes them when it likes.
     """
 
-    __slots__ = ("_parts", "_tree", "lifted", "pickles", "size_bytes")
-
-    def __init__(self, tree: bytearray, parts: list[tuple[Any, int]], lifted: list[Any], *, pickles: bool) -> None:
-        self.pickles = pickles
-        # The tensors that are not in it, in the order in which `decode` wants them.
-        self.lifted = lifted
-        self._tree = tree
-        self._parts = parts
-        size = _HEADER_BYTES + len(tree)
-        # Each part begins at a multiple of 64.
-        for _, nbytes in parts:
-            size = _aligned(size) + nbytes
-        self.size_bytes = size
+    __slots__ = ()
 
     def __len__(self) -> int:
         return self.size_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes it has as a payload."""
+        size = len(self.out) + _AROUND_BYTES
+        # Each part begins at a multiple of 64.
+        for _, nbytes in self.parts:
+            size = _aligned(size) + nbytes
+        return size
 
     @property
     def from_gpu(self) -> bool:
         """Says whether any array of it has yet to come from a GPU."""
         return any(
             part.from_gpu if isinstance(part, Encoded) else _torch.is_tensor(part) and _torch.on_gpu(part)
-            for part, _ in self._parts
+            for part, _ in self.parts
         )
 
     def to_bytes(self) -> bytes:
         """Returns the payload as one bytes object."""
-        if not self._parts:
-            return self._header() + self._tree
+        if not self.parts:
+            return self._head()
         if self.from_gpu:
             whole = np.empty(self.size_bytes, np.uint8)
             self.write_into(whole)
             return whole.tobytes()
         return b"".join(self._pieces())
 
+    def _head(self) -> bytes:
+        """Returns the header, the tree and their check."""
+        layout = _LAYOUT_WITH_PICKLE if self.pickles else _LAYOUT
+        head = _HEADER.pack(_MAGIC, layout, len(self.out), self.size_bytes) + self.out
+        return head + zlib.crc32(head).to_bytes(_CHECK_BYTES, "little")
+
     def _pieces(self) -> Iterator[bytes | bytearray | memoryview]:
-        yield self._header()
-        yield self._tree
-        at = _HEADER_BYTES + len(self._tree)
-        for part, size in self._parts:
+        head = self._head()
+        yield head
+        at = len(head)
+        for part, size in self.parts:
             yield bytes(_aligned(at) - at)
             at = _aligned(at) + size
             if isinstance(part, Encoded):
@@ -95,10 +101,11 @@ class Encoded:
         # Copies by address would go beyond it.
         assert target.nbytes == self.size_bytes
         assert target.flags.c_contiguous
-        copy, address = copier(self.size_bytes), target.ctypes.data
-        at = _HEADER_BYTES + len(self._tree)
-        target[:at] = np.frombuffer(self._header() + self._tree, np.uint8)
-        for part, size in self._parts:
+        copy, address = copier(target.nbytes), target.ctypes.data
+        head = self._head()
+        at = len(head)
+        target[:at] = np.frombuffer(head, np.uint8)
+        for part, size in self.parts:
             start = _aligned(at)
             if start > at:
                 # What is recycled memory must not leak between the parts: padding is part of the payload.
@@ -115,11 +122,6 @@ class Encoded:
             else:
                 _torch.copy_into(_torch.raw(part), target[start:at])
 
-    def _header(self) -> bytes:
-        layout = _LAYOUT_WITH_PICKLE if self.pickles else _LAYOUT
-        sizes = _SIZES.pack(_MAGIC, layout, len(self._tree), self.size_bytes)
-        return sizes + zlib.crc32(self._tree, zlib.crc32(sizes)).to_bytes(4, "little")
-
 
 def _write_nested(writer: TreeWriter, value: Encoded) -> None:
     writer.pickles |= value.pickles
@@ -135,14 +137,14 @@ def encode(tree: Tree, *, lift: Callable[[Any], bool] | None = None) -> Encoded:
     A tensor for which `lift` says True is left out, for the caller to bring by a way of its own: see `lifted`. Raises
     PayloadError, naming the type, for a value that has no encoding. Does not block.
     """
-    writer = TreeWriter(lift)
-    writer.write(tree)
-    return Encoded(writer.out, writer.parts, writer.lifted, pickles=writer.pickles)
+    encoded = Encoded(lift)
+    encoded.write(tree)
+    return encoded
 
 
 def has_pickle(data: bytes | Bytes) -> bool:
     """Says whether a payload's header admits pickles: one whose header does not is refused when it holds any."""
-    return len(data) >= _HEADER_BYTES and int.from_bytes(data[2:4], "little") != _LAYOUT
+    return len(data) >= _HEADER.size and int.from_bytes(data[2:4], "little") != _LAYOUT
 
 
 class Place(NamedTuple):
@@ -153,9 +155,9 @@ class Place(NamedTuple):
 
 
 def structure(data: bytes | Bytes) -> bytes:
-    """Returns the header and the tree of a payload as they are: what is equal here has its arrays in equal places."""
+    """Returns what comes before the arrays of a payload: what is equal here has its arrays in equal places."""
     tree_bytes = int.from_bytes(data[4:8], "little")
-    return bytes(data[: _HEADER_BYTES + tree_bytes])
+    return bytes(data[: _AROUND_BYTES + tree_bytes])
 
 
 def decode(
@@ -177,24 +179,24 @@ def decode(
     extended by the place of each array, long string and so on, in the tree's order. Does not block but for `device`.
     """
     size = len(data)
-    if not _HEADER_BYTES <= size <= max_size_bytes:
-        raise PayloadError(f"got a payload of {size} bytes, want {_HEADER_BYTES} to {max_size_bytes}")
-    view = data if isinstance(data, bytes) else data.data
-    magic, layout, tree_bytes, total, check = _HEADER.unpack_from(view)
+    if not _AROUND_BYTES <= size <= max_size_bytes:
+        raise PayloadError(f"got a payload of {size} bytes, want {_AROUND_BYTES} to {max_size_bytes}")
+    magic, layout, tree_bytes, total = _HEADER.unpack_from(data)
     if magic != _MAGIC or layout not in (_LAYOUT, _LAYOUT_WITH_PICKLE):
         wanted = f"{_MAGIC:#x} layout {_LAYOUT}"
         raise PayloadError(f"got magic {magic:#x} layout {layout}, want {wanted}: no payload of this version")
-    tree_end = _HEADER_BYTES + tree_bytes
-    if total != size or tree_end > size:
+    head_end = _AROUND_BYTES + tree_bytes
+    if total != size or head_end > size:
         raise PayloadError(f"got {size} bytes, want the {total} that the header says: the payload is cut or altered")
-    tree = bytes(view[_HEADER_BYTES:tree_end])
-    if zlib.crc32(tree, zlib.crc32(view[: _SIZES.size])) != check:
+    # A copy of what others may write to: what was checked is what is read.
+    head = bytes(data[:head_end])
+    if zlib.crc32(head) != _CHECKED:
         raise PayloadError("got a tree that does not match its check: the payload was altered")
+    if head_end == size and not lifted and device is None:
+        return _read(_TREE_ALONE, head, tree_bytes)
+    parts = _Parts(data, head_end, places)
     unpickles = allow_pickle and layout == _LAYOUT_WITH_PICKLE
-    if tree_end == size:
-        return TreeReader(tree, _no_part, unpickles=unpickles, lifted=lifted, device=device).read_all()
-    parts = _Parts(data, tree_end, places)
-    result = TreeReader(tree, parts.take, unpickles=unpickles, lifted=lifted, device=device).read_all()
+    result = _read(TreeReader(parts.take, unpickles=unpickles, lifted=lifted, device=device), head, tree_bytes)
     if parts.at != size:
         raise PayloadError(f"got {size} bytes, want the {parts.at} up to the end of the last array")
     return result
@@ -226,6 +228,21 @@ def _no_part(size: int) -> Bytes:
     if size:
         raise PayloadError(f"got an array of {size} bytes with 0 left")
     return np.empty(0, np.uint8)
+
+
+# Serves every payload that is all tree.
+_TREE_ALONE = TreeReader(_no_part, unpickles=False)
+
+
+def _read(reader: TreeReader, head: bytes, tree_bytes: int) -> Tree:
+    """Returns the tree behind a header; raises PayloadError unless it has so many bytes."""
+    try:
+        tree, end = reader.read(head, _HEADER.size, 0)
+    except (struct.error, IndexError) as error:
+        raise PayloadError(f"got a tree of {tree_bytes} bytes that is cut short: {error}") from error
+    if end != _HEADER.size + tree_bytes:
+        raise PayloadError(f"got a tree that ends after {end - _HEADER.size} bytes, want {tree_bytes}")
+    return tree
 
 
 def _aligned(size: int) -> int:

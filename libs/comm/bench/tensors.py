@@ -1,5 +1,7 @@
 """Large tensors: bandwidth of a channel on one host beside a memcpy and gloo, and cost with size."""
 
+import mmap
+import multiprocessing
 import statistics
 import sys
 import time
@@ -16,6 +18,7 @@ import _ray_queue
 from _rows import Cast, main, row, said
 
 from m2flow.comm import ChannelClosedError, Endpoint
+from m2flow.comm._copying import copier
 
 MIB = 1 << 20
 CAPACITY = 2
@@ -97,8 +100,43 @@ def through_gloo(count: int = 12) -> float:
         return float(said(cast.start("gloo_rank", "g1", 1, port, count)))
 
 
+def through_nothing(size: int, count: int = 24, num_slots: int = 3) -> float:
+    """Returns the median seconds an item takes where one process copies it and another reads it, and that is all."""
+    fork = multiprocessing.get_context("fork")
+    slots = [np.frombuffer(mmap.mmap(-1, size), np.uint8) for _ in range(num_slots)]
+    written, free = fork.Semaphore(0), fork.Semaphore(num_slots)
+
+    def write() -> None:
+        source, copy = np.ones(size, np.uint8), copier(size)
+        for index in range(count):
+            free.acquire()
+            copy(slots[index % num_slots].ctypes.data, source.ctypes.data, size)
+            written.release()
+
+    writer = fork.Process(target=write, daemon=True)
+    writer.start()
+    times = []
+    for index in range(count):
+        written.acquire()
+        np.bitwise_xor.reduce(slots[index % num_slots].view(np.uint64))
+        free.release()
+        times.append(time.perf_counter())
+    writer.join()
+    return float(np.median(np.diff(times)[6:]))
+
+
 def measure() -> Iterator[dict[str, Any]]:
-    runs = [through_channel(64 * MIB) for _ in range(3)]
+    runs, bare = [], []
+    for _ in range(5):
+        runs.append(through_channel(64 * MIB))
+        bare.append(through_nothing(64 * MIB))
+    each = [
+        [f"{1e3 * value:.2f}" for value in (run["median_s"], of["memcpy_s"], pair)]
+        for (run, of), pair in zip(runs, bare, strict=True)
+    ]
+    print(
+        "ms of an item, of a memcpy, and of a writer and a reader with no channel between them:", each, file=sys.stderr
+    )
     seconds = statistics.median([run[0]["median_s"] for run in runs])
     found = runs[-1][1]
     rate, memcpy = 64 / 1024 / seconds, 64 / 1024 / statistics.median([run[1]["memcpy_s"] for run in runs])

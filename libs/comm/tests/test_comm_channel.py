@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -242,6 +243,44 @@ def test_a_timeout_names_channel_key_and_who_was_waited_for(ends: Any) -> None:
     with pytest.raises(TimeoutError_, match=r"channel 'q', key 'k': waited 0\.\d+ s for p, p2") as caught:
         consumer.get(key="k", timeout_s=0.05)
     assert (caught.value.channel, caught.value.key, caught.value.peer) == ("q", "k", "p, p2")
+
+
+@pytest.mark.medium
+def test_whatever_waits_for_a_host_that_has_stopped_times_out_naming_it(make_endpoint: Any, peer: Any) -> None:
+    stopped = peer(
+        "host",
+        """
+        import os, signal
+        endpoint.host_channel("q", capacity=1, producers=["p"], consumers=["p"])
+        say("up")
+        sys.stdin.readline()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        """,
+    )
+    assert stopped.line() == "up"
+    channel = make_endpoint("p").channel("q", host="host")
+    channel.stats(timeout_s=5)
+    stopped.process.stdin.write("stop\n")
+    stopped.process.stdin.flush()
+    raised: list[TimeoutError_] = []
+
+    def wait(call: Any) -> None:
+        try:
+            # What is asked before it has stopped is answered.
+            while True:
+                call(timeout_s=0.2)
+        except TimeoutError_ as error:
+            raised.append(error)
+
+    calls = [channel.stats, partial(channel.end, 0), channel.close]
+    threads = [threading.Thread(target=wait, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    with pytest.raises(TimeoutError_, match=r"channel 'q': waited \d\.\d+ s for host"):
+        channel.put_nowait("item", timeout_s=0.1)
+    assert [(error.channel, error.peer) for error in raised] == [("q", "host")] * 3
 
 
 def test_a_sync_get_of_one_key_passes_a_pending_async_get_of_another(ends: Any) -> None:

@@ -230,8 +230,8 @@ def _taken_out(slots_by_size: dict[int, list[Slot]], segment: Segment) -> list[S
 
 
 def _slot_bytes(size: int) -> int:
-    """Rounds up to an eighth of a power of two: few sizes, so that slots fit again, and at most a fifth wasted."""
+    """Rounds up to a sixteenth of a power of two: few sizes, so that slots fit again, and at most a ninth wasted."""
     if size <= MIN_SLOT_BYTES:
         return MIN_SLOT_BYTES
-    step = (1 << (size - 1).bit_length()) // 8
+    step = (1 << (size - 1).bit_length()) // 16
     return -(-size // step) * step

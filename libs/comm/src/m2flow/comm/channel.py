@@ -106,14 +106,24 @@ class Channel:
             timeout_s=timeout_s,
         )
 
-    def put_nowait(self, item: Tree, *, id: str = "", iteration: int = 0, weight: float = 1.0, key: str = "") -> None:
+    def put_nowait(
+        self,
+        item: Tree,
+        *,
+        id: str = "",
+        iteration: int = 0,
+        weight: float = 1.0,
+        key: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
         """Puts an item if there is room now, else raises ChannelFullError; otherwise like `put`.
 
         Blocks for the host's answer, and for shared memory where the quota is used up.
         """
         puts = [Put(item=item, id=id, iteration=iteration, weight=weight, key=key)]
         self._waits("put_nowait")
-        self._ask_put(puts, self._encoded(puts), Deadline(), wait=False).wait()
+        deadline = Deadline(timeout_s)
+        self._ask_put(puts, self._encoded(puts), deadline, wait=False).wait()
 
     def put_tombstone(
         self,
@@ -242,57 +252,58 @@ class Channel:
 
     # Ending.
 
-    def end(self, iteration: int) -> None:
+    def end(self, iteration: int, *, timeout_s: float | None = None) -> None:
         """Says that this producer has put all of an iteration; once all have, what is queued of it is flushed.
 
-        Raises CommError where this endpoint is no producer. Blocks for the host's answer.
+        Raises CommError where this endpoint is no producer. Blocks for the host's answer; without one in `timeout_s`
+        seconds it raises TimeoutError_, and may be asked for again, as may `close`.
         """
         self._waits("end")
-        self._ask_end(iteration).wait()
+        self._ask_end(iteration, timeout_s).wait()
 
-    async def aend(self, iteration: int) -> None:
+    async def aend(self, iteration: int, *, timeout_s: float | None = None) -> None:
         """Like `end`, without blocking the event loop."""
-        await self._ask_end(iteration).wait_async()
+        await self._ask_end(iteration, timeout_s).wait_async()
 
-    def close(self) -> None:
+    def close(self, *, timeout_s: float | None = None) -> None:
         """Leaves the channel: a producer puts no more, a consumer gives its leases back. Blocks for the host's answer.
 
         When all producers have left, consumers drain the channel and then get ChannelClosedError. From an endpoint that
         is neither, it ends the channel for all.
         """
         self._waits("close")
-        self._ask_close().wait()
+        self._ask_close(timeout_s).wait()
 
-    async def aclose(self) -> None:
+    async def aclose(self, *, timeout_s: float | None = None) -> None:
         """Like `close`, without blocking the event loop."""
-        await self._ask_close().wait_async()
+        await self._ask_close(timeout_s).wait_async()
 
-    def stats(self) -> Stats:
+    def stats(self, *, timeout_s: float | None = None) -> Stats:
         """Returns the channel's counts. Blocks for the host's answer."""
         self._waits("stats")
-        return _stats(self._ask_stats().wait_response())
+        return _stats(self._ask_stats(timeout_s).wait_response())
 
-    async def astats(self) -> Stats:
+    async def astats(self, *, timeout_s: float | None = None) -> Stats:
         """Like `stats`, without blocking the event loop."""
-        return _stats(await self._ask_stats().wait_response_async())
+        return _stats(await self._ask_stats(timeout_s).wait_response_async())
 
     # Requests.
 
     def _waits(self, method: str) -> None:
         self._check_may_wait(f"channel {self.name!r}: {method}")
 
-    def _ask(self, request: comm_pb2.ChannelRequest) -> Asked:
+    def _ask(self, request: comm_pb2.ChannelRequest, timeout_s: float | None) -> Asked:
         request.channel = self.name
-        return Asked(self.name, self._connect(self.host), request, Deadline())
+        return Asked(self.name, self._connect(self.host), request, Deadline(timeout_s))
 
-    def _ask_end(self, iteration: int) -> Asked:
-        return self._ask(comm_pb2.ChannelRequest(end=comm_pb2.EndRequest(iteration=iteration)))
+    def _ask_end(self, iteration: int, timeout_s: float | None) -> Asked:
+        return self._ask(comm_pb2.ChannelRequest(end=comm_pb2.EndRequest(iteration=iteration)), timeout_s)
 
-    def _ask_close(self) -> Asked:
-        return self._ask(comm_pb2.ChannelRequest(close=comm_pb2.CloseRequest()))
+    def _ask_close(self, timeout_s: float | None) -> Asked:
+        return self._ask(comm_pb2.ChannelRequest(close=comm_pb2.CloseRequest()), timeout_s)
 
-    def _ask_stats(self) -> Asked:
-        return self._ask(comm_pb2.ChannelRequest(stats=comm_pb2.StatsRequest()))
+    def _ask_stats(self, timeout_s: float | None) -> Asked:
+        return self._ask(comm_pb2.ChannelRequest(stats=comm_pb2.StatsRequest()), timeout_s)
 
     def _ask_batch(
         self,

@@ -181,7 +181,7 @@ def decode(
     size = len(data)
     if not _AROUND_BYTES <= size <= max_size_bytes:
         raise PayloadError(f"got a payload of {size} bytes, want {_AROUND_BYTES} to {max_size_bytes}")
-    magic, layout, tree_bytes, total = _HEADER.unpack_from(data)
+    magic, layout, tree_bytes, total = _HEADER.unpack_from(data if isinstance(data, bytes) else data.data)
     if magic != _MAGIC or layout not in (_LAYOUT, _LAYOUT_WITH_PICKLE):
         wanted = f"{_MAGIC:#x} layout {_LAYOUT}"
         raise PayloadError(f"got magic {magic:#x} layout {layout}, want {wanted}: no payload of this version")

@@ -49,8 +49,13 @@ class Members:
 
     def over(self, iteration: int) -> bool:
         """Says whether every producer has ended an iteration; those that closed the channel count as having done so."""
-        owed = self._all_owed
-        return not any(state.owes(iteration) for state in owed) and any(iteration in state.ended for state in owed)
+        found = False
+        for state in self._all_owed:
+            if iteration in state.ended:
+                found = True
+            elif not state.closed:
+                return False
+        return found
 
     def all_closed(self) -> bool:
         """Says whether every producer has closed the channel."""

@@ -95,24 +95,21 @@ class UnixLink:
             # A thread that deals with a frame while it waits first gets on with its own.
             writes = was_idle and self._waiting_thread != threading.get_ident()
             if writes and fd is None:
-                data = self._write(data)
-                if not data:
+                assert self._socket is not None
+                try:
+                    sent = self._socket.send(data)
+                except OSError:
+                    # Full, or dead: what deals with the rest will find out.
+                    sent = 0
+                if sent == len(data):
                     return
+                data = data[sent:]
             self._out.append((memoryview(data), None if fd is None else os.dup(fd)))
             self._out_bytes += len(data)
             if writes:
                 assert self._socket is not None
                 self._flush(self._socket)
                 self._watch()
-
-    def _write(self, data: bytes) -> bytes:
-        """Writes to an idle socket at once; returns what it did not take."""
-        assert self._socket is not None
-        try:
-            return data[self._socket.send(data) :]
-        except OSError:
-            # Full, or dead: what deals with the rest will find out.
-            return data
 
     def wait_sent(self, timeout_s: float) -> bool:
         """Waits until the socket has taken all that was sent; says whether it did in time."""
@@ -330,7 +327,7 @@ class UnixLink:
             if self._out:
                 self._ready(WRITE)
             ready = self._poll.poll(left_ms)
-            if any(fd == self._wake for fd, _ in ready):
+            if (self._wake, select.POLLIN) in ready:
                 os.eventfd_read(self._wake)
             elif ready and not self._receive_waiting():
                 return

@@ -44,19 +44,12 @@ class Encoded(TreeWriter):
     In another tree it travels as its bytes, uint8 of shape [size_bytes], for a reader who decodes them when it likes.
     """
 
-    __slots__ = ()
+    __slots__ = ("size_bytes",)
+
+    size_bytes: int
 
     def __len__(self) -> int:
         return self.size_bytes
-
-    @property
-    def size_bytes(self) -> int:
-        """How many bytes it has as a payload."""
-        size = len(self.out) + _AROUND_BYTES
-        # Each part begins at a multiple of 64.
-        for _, nbytes in self.parts:
-            size = _aligned(size) + nbytes
-        return size
 
     @property
     def from_gpu(self) -> bool:
@@ -139,6 +132,11 @@ def encode(tree: Tree, *, lift: Callable[[Any], bool] | None = None) -> Encoded:
     """
     encoded = Encoded(lift)
     encoded.write(tree)
+    size = len(encoded.out) + _AROUND_BYTES
+    # Each part begins at a multiple of 64.
+    for _, nbytes in encoded.parts:
+        size = _aligned(size) + nbytes
+    encoded.size_bytes = size
     return encoded
 
 

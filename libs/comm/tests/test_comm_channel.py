@@ -23,6 +23,7 @@ from m2flow.comm import (
     Put,
     TimeoutError_,
 )
+from m2flow.comm._frames import HEADER, Kind
 from m2flow.comm._unix import UnixLink
 
 
@@ -92,9 +93,9 @@ def test_data_goes_from_producer_to_consumer_directly(ends: Any, monkeypatch: py
     sent_bytes = []
     send = UnixLink.send
 
-    def count(link: UnixLink, head: bytes, body: bytes, *more: Any, **how: Any) -> None:
-        sent_bytes.append(len(head) + len(body))
-        send(link, head, body, *more, **how)
+    def count(link: UnixLink, kind: Kind, request_id: int, body: bytes, *more: Any, **how: Any) -> None:
+        sent_bytes.append(HEADER.size + len(body))
+        send(link, kind, request_id, body, *more, **how)
 
     monkeypatch.setattr(UnixLink, "send", count)
     array = np.arange(1 << 20)

@@ -59,11 +59,17 @@ class Members:
 
     def all_closed(self) -> bool:
         """Says whether every producer has closed the channel."""
-        return bool(self._all_owed) and all(state.closed for state in self._all_owed)
+        for state in self._all_owed:
+            if not state.closed:
+                return False
+        return bool(self._all_owed)
 
     def none_takes(self) -> bool:
         """Says whether every consumer has closed the channel."""
-        return bool(self.consumers) and all(state.closed for state in self.consumers.values())
+        for state in self.consumers.values():
+            if not state.closed:
+                return False
+        return bool(self.consumers)
 
     def owing(self, iteration: int | None) -> list[str]:
         """Names those who may still put something of an iteration, or of any."""

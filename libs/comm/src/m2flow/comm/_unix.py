@@ -79,13 +79,15 @@ class UnixLink:
 
     # Sending.
 
-    def send(self, head: bytes, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True) -> None:
+    def send(
+        self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True
+    ) -> None:
         """Sends a frame; a descriptor travels with its first byte and stays the caller's.
 
         Blocks, unless on the io thread or not to `wait`, while more than 8 MiB wait for the socket. Raises
         BrokenPipeError once closed.
         """
-        data = head + bytes(body)
+        data = _frames.header(kind, request_id, len(body)) + bytes(body)
         with self._lock:
             if self._out_bytes > HIGH_WATER_BYTES and wait and not self._loop.inside():
                 self._drained.wait_for(lambda: self._out_bytes <= HIGH_WATER_BYTES or self._closed)

@@ -359,8 +359,9 @@ class Channel:
     ) -> Asked:
         request = comm_pb2.ChannelRequest(channel=self.name)
         request.put.wait = wait
+        items = request.put.items
         # Before any memory is lent: what is wrong here costs nothing.
-        _describe(puts, request.put.items)
+        _describe(puts, items)
         key = (puts[0].key or None) if len(puts) == 1 else None
         connection = self._connect(self.host)
         references: list[Reference] = []
@@ -370,7 +371,7 @@ class Channel:
             packed = [reference.block for reference in references]
         else:
             packed = self._pack(connection, encoded, key, deadline)
-        add_payloads(request.put.items, packed)
+        add_payloads(items, packed)
         return Asked(self.name, connection, request, deadline, key=key, references=references)
 
     def _pack(
@@ -379,7 +380,7 @@ class Channel:
         packed: list[bytes | comm_pb2.Block] = []
         try:
             for payload in encoded:
-                packed.append(connection.pack(payload, timeout_s=deadline.left_s))
+                packed.append(connection.pack(payload, deadline))
         except BaseException as error:
             connection.take_back(packed)
             if isinstance(error, TimeoutError):

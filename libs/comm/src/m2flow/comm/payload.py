@@ -190,14 +190,20 @@ def decode(
     head = bytes(data[:head_end])
     if zlib.crc32(head) != _CHECKED:
         raise PayloadError("got a tree that does not match its check: the payload was altered")
-    if head_end == size and not lifted and device is None:
-        return _read(_TREE_ALONE, head, tree_bytes)
-    parts = _Parts(data, head_end, places)
-    unpickles = allow_pickle and layout == _LAYOUT_WITH_PICKLE
-    result = _read(TreeReader(parts.take, unpickles=unpickles, lifted=lifted, device=device), head, tree_bytes)
-    if parts.at != size:
+    reader, parts = _TREE_ALONE, None
+    if head_end < size or lifted or device is not None:
+        parts = _Parts(data, head_end, places)
+        unpickles = allow_pickle and layout == _LAYOUT_WITH_PICKLE
+        reader = TreeReader(parts.take, unpickles=unpickles, lifted=lifted, device=device)
+    try:
+        tree, end = reader.read(head, _HEADER.size, 0)
+    except (struct.error, IndexError) as error:
+        raise PayloadError(f"got a tree of {tree_bytes} bytes that is cut short: {error}") from error
+    if end != _HEADER.size + tree_bytes:
+        raise PayloadError(f"got a tree that ends after {end - _HEADER.size} bytes, want {tree_bytes}")
+    if parts is not None and parts.at != size:
         raise PayloadError(f"got {size} bytes, want the {parts.at} up to the end of the last array")
-    return result
+    return tree
 
 
 class _Parts:
@@ -230,17 +236,6 @@ def _no_part(size: int) -> Bytes:
 
 # Serves every payload that is all tree.
 _TREE_ALONE = TreeReader(_no_part, unpickles=False)
-
-
-def _read(reader: TreeReader, head: bytes, tree_bytes: int) -> Tree:
-    """Returns the tree behind a header; raises PayloadError unless it has so many bytes."""
-    try:
-        tree, end = reader.read(head, _HEADER.size, 0)
-    except (struct.error, IndexError) as error:
-        raise PayloadError(f"got a tree of {tree_bytes} bytes that is cut short: {error}") from error
-    if end != _HEADER.size + tree_bytes:
-        raise PayloadError(f"got a tree that ends after {end - _HEADER.size} bytes, want {tree_bytes}")
-    return tree
 
 
 def _aligned(size: int) -> int:

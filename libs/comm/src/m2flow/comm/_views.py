@@ -8,7 +8,12 @@ search, and a view that runs empty leaves nothing behind.
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import takewhile
+from math import fsum
 from typing import Generic, NamedTuple, Protocol, TypeVar
+
+# A sum that is so little beside what was just taken off it was lost in its rounding: it is made anew.
+_LOST = 2.0**-20
 
 
 class Filter(NamedTuple):
@@ -50,15 +55,21 @@ class View(Generic[E]):
     def __iter__(self) -> Iterator[E]:
         return iter(self.entries.values())
 
-    def restore(self, entry: E) -> None:
-        """Puts an entry back where its order belongs: mostly before all others."""
-        oldest = next(iter(self.entries), entry.order)
-        self.entries[entry.order] = entry
-        self.weight += entry.weight
-        if entry.order < oldest:
-            self.entries.move_to_end(entry.order, last=False)
-        elif len(self.entries) > 1:
-            self.entries = OrderedDict(sorted(self.entries.items()))
+    def restore(self, entries: Sequence[E]) -> None:
+        """Puts entries back where their orders belong; of what is queued it moves what lies between them and an end."""
+        queued = self.entries
+        first, last = entries[0].order, entries[-1].order
+        from_start = not queued or last - next(iter(queued)) < next(reversed(queued)) - first
+        if from_start:
+            moved = list(takewhile(lambda order: order < last, queued))
+        else:
+            moved = list(takewhile(lambda order: order > first, reversed(queued)))
+        for entry in entries:
+            queued[entry.order] = entry
+            self.weight += entry.weight
+            moved.append(entry.order)
+        for order in sorted(moved, reverse=from_start):
+            queued.move_to_end(order, last=not from_start)
 
 
 class Queue(Generic[E]):
@@ -69,10 +80,14 @@ class Queue(Generic[E]):
         self._views: dict[Filter, View[E]] = {}
         # Which of an entry's filters have views.
         self._shapes: list[int] = []
-        self.weight = 0.0
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def weight(self) -> float:
+        """The sum of all weights."""
+        return fsum(entry.weight for entry in self._entries.values())
 
     def view(self, wanted: Filter) -> View[E] | None:
         """Returns the entries that pass a filter; None when there are none."""
@@ -92,7 +107,6 @@ class Queue(Generic[E]):
         """Adds entries whose orders are the newest."""
         for entry in entries:
             self._entries[entry.order] = entry
-            self.weight += entry.weight
         for shape in self._shapes:
             wanted: Filter | None = None
             view: View[E] = View()
@@ -117,14 +131,16 @@ class Queue(Generic[E]):
         view.entries[entry.order] = entry
         view.weight += entry.weight
 
-    def restore(self, entries: Iterable[E]) -> None:
-        """Adds entries that come back; cheapest when they are given last first."""
+    def restore(self, entries: Sequence[E]) -> None:
+        """Adds entries that come back, in order."""
+        returning: dict[Filter, list[E]] = {}
         for entry in entries:
             self._entries[entry.order] = entry
-            self.weight += entry.weight
             for shape in self._shapes:
-                for wanted in entry.filters[shape : shape + 1]:
-                    self._view(wanted).restore(entry)
+                for passed in entry.filters[shape : shape + 1]:
+                    returning.setdefault(passed, []).append(entry)
+        for passed, of_view in returning.items():
+            self._view(passed).restore(of_view)
 
     def remove(self, entries: Iterable[E]) -> None:
         """Takes entries out of all their views."""
@@ -132,19 +148,17 @@ class Queue(Generic[E]):
         for entry in entries:
             order = entry.order
             del self._entries[order]
-            self.weight -= entry.weight
             filters = entry.filters
             for shape in self._shapes:
                 if shape < len(filters):
                     view = views[filters[shape]]
                     del view.entries[order]
-                    if view.entries:
-                        view.weight -= entry.weight
-                    else:
+                    if not view.entries:
                         del views[filters[shape]]
-        if not self._entries:
-            # An empty sum is exactly zero again, whatever rounding the weights left.
-            self.weight = 0.0
+                        continue
+                    view.weight -= entry.weight
+                    if view.weight < entry.weight * _LOST:
+                        view.weight = fsum(left.weight for left in view)
 
     def num_views(self) -> int:
         """Returns how many views hold something: the state that keys and iterations cost."""

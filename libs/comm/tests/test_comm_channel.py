@@ -23,6 +23,7 @@ from m2flow.comm import (
     Put,
     TimeoutError_,
 )
+from m2flow.comm._frames import HEADER, Kind
 from m2flow.comm._unix import UnixLink
 
 
@@ -92,9 +93,9 @@ def test_data_goes_from_producer_to_consumer_directly(ends: Any, monkeypatch: py
     sent_bytes = []
     send = UnixLink.send
 
-    def count(link: UnixLink, head: bytes, body: bytes, *more: Any, **how: Any) -> None:
-        sent_bytes.append(len(head) + len(body))
-        send(link, head, body, *more, **how)
+    def count(link: UnixLink, kind: Kind, request_id: int, body: bytes, *more: Any, **how: Any) -> None:
+        sent_bytes.append(HEADER.size + len(body))
+        send(link, kind, request_id, body, *more, **how)
 
     monkeypatch.setattr(UnixLink, "send", count)
     array = np.arange(1 << 20)
@@ -420,6 +421,8 @@ def test_what_was_asked_of_a_channel_that_is_not_hosted_yet_ends_with_who_asked(
         asking = asyncio.create_task(endpoint.channel("q", host="host").%s)
         await asyncio.sleep(0)
         endpoint.request("host", "asked", "")
+        # Else it is withdrawn, where the kill comes later than the end of this.
+        await asking
     asyncio.run(main())
     """
     asked = threading.Semaphore(0)

@@ -111,6 +111,6 @@ def test_over_tcp_they_are_refused_at_both_ends(tmp_path: Path, monkeypatch: pyt
             b.channel("q", host="b").get(timeout_s=0.05)
 
 
-def _pack_anything(connection: Any, encoded: Any, *, timeout_s: float | None = None) -> bytes:
+def _pack_anything(connection: Any, encoded: Any, deadline: Any = None) -> bytes:
     data: bytes = encoded.to_bytes()
     return data

@@ -10,6 +10,7 @@ import pytest
 
 from m2flow.comm import Address, Endpoint, explain_route, route
 from m2flow.comm._connection import INLINE_BYTES
+from m2flow.comm._frames import Kind
 from m2flow.comm._grpc import GrpcLink
 
 # By name: whether each end hands over by reference, the backend, and words of the reason.
@@ -46,9 +47,9 @@ def backend_used(a: Endpoint, peer: str, array: Any, move: Callable[[], Any], mo
     link = a._fabric.connection(peer).link
     send = link.send
 
-    def count(head: bytes, body: Any, *rest: Any, **named: Any) -> None:
+    def count(kind: Kind, request_id: int, body: Any, *rest: Any, **named: Any) -> None:
         sent.append(len(body))
-        send(head, body, *rest, **named)
+        send(kind, request_id, body, *rest, **named)
 
     lent = a._fabric.pool.size_bytes
     with monkeypatch.context() as patched:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from m2flow.comm import _frames
+from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import Kind, ProtocolError
 from m2flow.comm._mappings import BlockRef, Hold, Mapped, Released
 from m2flow.comm._replies import Awaited, Reply
@@ -43,7 +43,9 @@ class Link(Protocol):
     passes_fds: bool
     body_limit: int
 
-    def send(self, head: bytes, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True) -> None: ...
+    def send(
+        self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True
+    ) -> None: ...
     def wait_sent(self, timeout_s: float) -> bool: ...
     def read_until(self, awaited: Awaited, timeout_s: float | None) -> None: ...
     def interrupt(self, awaited: Awaited) -> None: ...
@@ -115,7 +117,7 @@ class Connection:
     def send(self, kind: Kind, request_id: int, body: bytes | memoryview) -> None:
         """Sends a frame; a closed link is not an error here, as its calls fail by themselves."""
         try:
-            self.link.send(_frames.header(kind, request_id, len(body)), body)
+            self.link.send(kind, request_id, body)
         except BrokenPipeError:
             return
 
@@ -138,11 +140,11 @@ class Connection:
 
     # Payloads out.
 
-    def pack(self, encoded: Encoded, *, timeout_s: float | None = None) -> bytes | comm_pb2.Block:
+    def pack(self, encoded: Encoded, deadline: Deadline | None = None) -> bytes | comm_pb2.Block:
         """Returns what stands for a payload: its bytes, or a block written for or sent to this peer alone.
 
-        Blocks while the quota of shared memory is used up; raises TimeoutError after `timeout_s` of that, PayloadError
-        for a pickle that would leave the host.
+        Blocks while the quota of shared memory is used up; raises TimeoutError where that lasts until the deadline,
+        PayloadError for a pickle that would leave the host.
         """
         if encoded.pickles and not self.link.passes_fds:
             raise PayloadError(f"got a pickle for {self.peer!r}, which is reached over gRPC: pickles stay on one host")
@@ -150,7 +152,7 @@ class Connection:
             return encoded.to_bytes()
         if not self.link.passes_fds:
             return self._send_data(encoded.to_bytes())
-        slot = self._pool.take(encoded.size_bytes, timeout_s=timeout_s)
+        slot = self._pool.take(encoded.size_bytes, timeout_s=None if deadline is None else deadline.left_s)
         try:
             if encoded.from_gpu:
                 slot.segment.pin()
@@ -226,7 +228,7 @@ class Connection:
     def _announce(self, segment: Segment | Mapped) -> None:
         body = comm_pb2.Segment(id=segment.id, size_bytes=segment.size_bytes).SerializeToString()
         try:
-            self.link.send(_frames.header(Kind.SEGMENT, 0, len(body)), body, segment.fd, wait=False)
+            self.link.send(Kind.SEGMENT, 0, body, segment.fd, wait=False)
         except BrokenPipeError:
             return
         except OSError as error:

@@ -341,15 +341,26 @@ class Fabric:
     # Frames.
 
     def _take(self, connection: Connection, kind: Kind, request_id: int, body: bytes, fd: int | None) -> bool:
-        """Deals with a frame on a thread that waits, if any thread may; says whether it did."""
+        """Deals with a frame that any thread may deal with; says whether it did."""
         try:
-            if kind is Kind.CALL:
+            if kind is Kind.REPLY:
+                connection.answered(request_id, body)
+            elif kind is Kind.CALL:
                 return self._on_prompt_call(connection, request_id, body)
-            return self._took(connection, kind, request_id, body, fd)
+            elif kind is Kind.SEGMENT:
+                assert fd is not None
+                connection.on_segment(body, fd)
+            elif kind is Kind.DATA:
+                connection.on_data(request_id, body)
+            elif kind is Kind.RELEASE:
+                connection.on_release(body)
+            else:
+                return False
         except CommError:
             raise
         except Exception as error:
             raise _end_of_link(kind, error) from error
+        return True
 
     def _frame(self, connection: Connection, kind: Kind, request_id: int, body: bytes, fd: int | None) -> None:
         try:
@@ -357,7 +368,7 @@ class Fabric:
                 self._first_frame(connection, kind, body)
             elif (handler := self._on_frame.get(kind)) is not None:
                 handler(connection, request_id, body)
-            elif self._took(connection, kind, request_id, body, fd):
+            elif self._take(connection, kind, request_id, body, fd):
                 pass
             elif kind is Kind.RETIRE:
                 connection.on_retire(body)
@@ -370,21 +381,6 @@ class Fabric:
             raise
         except Exception as error:
             raise _end_of_link(kind, error) from error
-
-    def _took(self, connection: Connection, kind: Kind, request_id: int, body: bytes, fd: int | None) -> bool:
-        """Gives the connection a frame that any thread may give it; says whether this is one."""
-        if kind is Kind.REPLY:
-            connection.answered(request_id, body)
-        elif kind is Kind.SEGMENT:
-            assert fd is not None
-            connection.on_segment(body, fd)
-        elif kind is Kind.DATA:
-            connection.on_data(request_id, body)
-        elif kind is Kind.RELEASE:
-            connection.on_release(body)
-        else:
-            return False
-        return True
 
     def _first_frame(self, connection: Connection, kind: Kind, body: bytes) -> None:
         if kind is Kind.REFUSAL:

@@ -83,12 +83,15 @@ class GrpcLink:
 
     # Any thread.
 
-    def send(self, head: bytes, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True) -> None:
+    def send(
+        self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True
+    ) -> None:
         """Sends a frame. Blocks, unless on the io thread or not to `wait`, while more than 8 MiB are under way.
 
         The body must stay as it is. Raises BrokenPipeError once closed.
         """
         assert fd is None, "this link passes no descriptors"
+        head = _frames.header(kind, request_id, len(body))
         with self._lock:
             while wait and self._out_bytes > HIGH_WATER_BYTES and not self._closed and not self._loop.inside():
                 self._drained.wait()

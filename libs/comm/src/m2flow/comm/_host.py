@@ -12,7 +12,7 @@ import numpy as np
 from m2flow.comm._connection import Connection, is_data
 from m2flow.comm._frames import Kind, ProtocolError
 from m2flow.comm._index import Caller, ChannelIndex, Entry, Held, Refusal, drop
-from m2flow.comm._items import add_payloads, column, rows
+from m2flow.comm._items import add_columns, add_payloads, rows
 from m2flow.comm._parking import Parking
 from m2flow.comm._references import Reference, is_reference, referenced
 from m2flow.comm._tree import Bytes
@@ -240,13 +240,16 @@ def _answer(connection: Connection, request_id: int, entries: Sequence[Entry], r
     response = comm_pb2.ChannelResponse()
     if entries:
         items = response.items
-        items.ids.extend(column([entry.id for entry in entries], ""))
-        items.keys.extend(column([entry.key for entry in entries], ""))
-        items.weights.extend(column([entry.weight for entry in entries], 0.0))
-        items.tombstones.extend(column([entry.tombstone for entry in entries], ""))
-        items.iterations.extend(column([entry.iteration for entry in entries], 0))
-        items.producers.extend(column([entry.producer for entry in entries], ""))
-        items.leases.extend([entry.lease for entry in entries])
+        add_columns(
+            items,
+            ids=[entry.id for entry in entries],
+            keys=[entry.key for entry in entries],
+            weights=[entry.weight for entry in entries],
+            tombstones=[entry.tombstone for entry in entries],
+            iterations=[entry.iteration for entry in entries],
+            producers=[entry.producer for entry in entries],
+            leases=[entry.lease for entry in entries],
+        )
         held = [entry.payload for entry in entries]
         add_payloads(items, [load if isinstance(load, bytes) else _given(load, connection) for load in held])
     elif refusal is not None:

@@ -1,13 +1,13 @@
 """Items on the wire: in columns, so that what the items of a message share is said once, and lists move whole."""
 
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Any
 
 from m2flow.comm._frames import ProtocolError
 from m2flow.proto.comm.v1 import comm_pb2
 
-_T = TypeVar("_T")
-
+# The columns beside the payloads, and what an item has for which there is no entry.
+_DEFAULTS = {"ids": "", "keys": "", "weights": 0.0, "tombstones": "", "iterations": 0, "producers": "", "leases": 0}
 
 # Sums of weights are floats: above it one would not be told from none.
 MAX_WEIGHT = 2.0**53
@@ -18,12 +18,14 @@ def can_be_summed(weights: Sequence[float]) -> bool:
     return all(0 <= weight <= MAX_WEIGHT for weight in weights)
 
 
-def column(values: Sequence[_T], default: _T) -> Sequence[_T]:
-    """Returns the values as they are sent: one where all are equal, none where all are the default."""
-    first = values[0]
-    if values[-1] == first and values.count(first) == len(values):
-        return () if first == default else values[:1]
-    return values
+def add_columns(items: comm_pb2.Items, **columns: Sequence[Any]) -> None:
+    """Writes columns by their names: one value where all are equal, none where all are the default."""
+    for name, values in columns.items():
+        first = values[0]
+        if values[-1] != first or values.count(first) != len(values):
+            getattr(items, name).extend(values)
+        elif first != _DEFAULTS[name]:
+            getattr(items, name).append(first)
 
 
 def add_payloads(items: comm_pb2.Items, payloads: Sequence[bytes | comm_pb2.Block]) -> None:
@@ -49,23 +51,11 @@ def rows(items: comm_pb2.Items) -> Iterator[tuple[str, str, float, str, int, str
     if items.blocks:
         blocks = iter(items.blocks)
         payloads = [payload or next(blocks) for payload in payloads]
-    return zip(
-        _spread(items.ids, count, ""),
-        _spread(items.keys, count, ""),
-        _spread(items.weights, count, 0.0),
-        _spread(items.tombstones, count, ""),
-        _spread(items.iterations, count, 0),
-        _spread(items.producers, count, ""),
-        _spread(items.leases, count, 0),
-        payloads,
-        strict=True,
-    )
-
-
-def _spread(values: Sequence[_T], count: int, default: _T) -> Sequence[_T]:
-    found = len(values)
-    if found == count:
-        return values
-    if found > 1:
-        raise ProtocolError(f"got a column of {found} for {count} items, want one each, one for all, or none")
-    return [values[0] if found else default] * count
+    columns: list[Sequence[Any]] = []
+    for name, default in _DEFAULTS.items():
+        values = getattr(items, name)
+        found = len(values)
+        if 1 < found != count:
+            raise ProtocolError(f"got a column of {found} for {count} items, want one each, one for all, or none")
+        columns.append(values if found == count else [values[0] if found else default] * count)
+    return zip(*columns, payloads, strict=True)

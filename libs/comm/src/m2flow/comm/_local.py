@@ -45,7 +45,9 @@ class LocalLink:
         """Makes two links the ends of one."""
         self._other, other._other = other, self
 
-    def send(self, head: bytes, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True) -> None:
+    def send(
+        self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True
+    ) -> None:
         """Brings a frame to the other end; a descriptor stays the caller's. Raises BrokenPipeError once closed.
 
         Blocks for what the other end does with it, which never waits; and, unless in the place of the io thread or not
@@ -57,7 +59,6 @@ class LocalLink:
                 time.sleep(_LOOK_S)
         if other is None or self._other is None:
             raise BrokenPipeError("the link is closed")
-        _, kind, request_id = _frames.parse_header(head, 0, _frames.MAX_BODY_BYTES)
         copied = bytes(body), None if fd is None else os.dup(fd)
         other._loop.work(partial(other._deal_with, kind, request_id, *copied))
         other._count(_FRAME_BYTES + len(body))

@@ -63,7 +63,8 @@ class Loop:
 
     def inside(self) -> bool:
         """Says whether the caller deals with frames, as the io thread or in its place: then it must never wait."""
-        return self.works() or threading.get_ident() in self.readers
+        thread = threading.get_ident()
+        return self._worker == thread or thread in self.readers
 
     def works(self) -> bool:
         """Says whether the caller is at work here, as the io thread or in its place: what it calls runs at once."""

@@ -49,16 +49,27 @@ class Members:
 
     def over(self, iteration: int) -> bool:
         """Says whether every producer has ended an iteration; those that closed the channel count as having done so."""
-        owed = self._all_owed
-        return not any(state.owes(iteration) for state in owed) and any(iteration in state.ended for state in owed)
+        found = False
+        for state in self._all_owed:
+            if iteration in state.ended:
+                found = True
+            elif not state.closed:
+                return False
+        return found
 
     def all_closed(self) -> bool:
         """Says whether every producer has closed the channel."""
-        return bool(self._all_owed) and all(state.closed for state in self._all_owed)
+        for state in self._all_owed:
+            if not state.closed:
+                return False
+        return bool(self._all_owed)
 
     def none_takes(self) -> bool:
         """Says whether every consumer has closed the channel."""
-        return bool(self.consumers) and all(state.closed for state in self.consumers.values())
+        for state in self.consumers.values():
+            if not state.closed:
+                return False
+        return bool(self.consumers)
 
     def owing(self, iteration: int | None) -> list[str]:
         """Names those who may still put something of an iteration, or of any."""

@@ -71,7 +71,10 @@ class Receiver:
                 yield kind, request_id, body, self._fds.popleft()
             else:
                 raise ProtocolError("got a segment without its descriptor")
-        self._make_room(wanted)
+        if self._start == self._end and len(self._buffer) == _BUFFER_BYTES:
+            self._start = self._end = 0
+        else:
+            self._make_room(wanted)
 
     def close(self) -> None:
         """Closes the descriptors that nobody has taken."""

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
@@ -36,7 +35,7 @@ class Reply:
         self._body = b""
         self._error: Exception | None = None
         self._done = False
-        self._callbacks: deque[Callable[[Reply], None]] = deque()
+        self._callbacks: list[Callable[[Reply], None]] = []
 
     def done(self) -> bool:
         """Says whether `result` returns, or raises, at once."""
@@ -45,7 +44,8 @@ class Reply:
     def resolve(self, body: bytes, error: Exception | None = None) -> None:
         """Ends the wait; a callback runs here or where it is added, once."""
         self._body, self._error, self._done = body, error, True
-        self._call_back()
+        if self._callbacks:
+            self._call_back()
 
     def add_done_callback(self, callback: "Callable[[Reply], None]") -> None:
         """Calls `callback(self)` when this is done: on the thread that reads, or at once."""
@@ -56,7 +56,11 @@ class Reply:
     def result(self, timeout_s: float | None = None) -> bytes:
         """Blocks for the body; raises what went wrong, or TimeoutError."""
         if not self._done:
-            self._wait(timeout_s)
+            since = time.monotonic()
+            self._link.read_until(self, timeout_s)
+            if not self._done:
+                # Another thread reads the link, or nobody may yet.
+                self._wait(None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - since)))
         if self._error is not None:
             raise self._error
         return self._body
@@ -66,22 +70,16 @@ class Reply:
         return self._error
 
     def _wait(self, timeout_s: float | None) -> None:
-        since = time.monotonic()
-        self._link.read_until(self, timeout_s)
-        if self._done:
-            return
-        # Another thread reads the link, or nobody may yet.
         woken = threading.Lock()
         woken.acquire()
         self.add_done_callback(lambda _: woken.release())
-        left = -1.0 if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - since))
-        if not woken.acquire(timeout=left) and not self._done:
+        if not woken.acquire(timeout=-1.0 if timeout_s is None else timeout_s) and not self._done:
             raise TimeoutError
 
     def _call_back(self) -> None:
         while self._callbacks:
             try:
-                callback = self._callbacks.popleft()
+                callback = self._callbacks.pop(0)
             except IndexError:
                 # Another thread, adding a callback at this very moment, has called the last one.
                 return

@@ -79,13 +79,15 @@ class UnixLink:
 
     # Sending.
 
-    def send(self, head: bytes, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True) -> None:
+    def send(
+        self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True
+    ) -> None:
         """Sends a frame; a descriptor travels with its first byte and stays the caller's.
 
         Blocks, unless on the io thread or not to `wait`, while more than 8 MiB wait for the socket. Raises
         BrokenPipeError once closed.
         """
-        data = head + bytes(body)
+        data = _frames.header(kind, request_id, len(body)) + bytes(body)
         with self._lock:
             if self._out_bytes > HIGH_WATER_BYTES and wait and not self._loop.inside():
                 self._drained.wait_for(lambda: self._out_bytes <= HIGH_WATER_BYTES or self._closed)
@@ -95,24 +97,21 @@ class UnixLink:
             # A thread that deals with a frame while it waits first gets on with its own.
             writes = was_idle and self._waiting_thread != threading.get_ident()
             if writes and fd is None:
-                data = self._write(data)
-                if not data:
+                assert self._socket is not None
+                try:
+                    sent = self._socket.send(data)
+                except OSError:
+                    # Full, or dead: what deals with the rest will find out.
+                    sent = 0
+                if sent == len(data):
                     return
+                data = data[sent:]
             self._out.append((memoryview(data), None if fd is None else os.dup(fd)))
             self._out_bytes += len(data)
             if writes:
                 assert self._socket is not None
                 self._flush(self._socket)
                 self._watch()
-
-    def _write(self, data: bytes) -> bytes:
-        """Writes to an idle socket at once; returns what it did not take."""
-        assert self._socket is not None
-        try:
-            return data[self._socket.send(data) :]
-        except OSError:
-            # Full, or dead: what deals with the rest will find out.
-            return data
 
     def wait_sent(self, timeout_s: float) -> bool:
         """Waits until the socket has taken all that was sent; says whether it did in time."""
@@ -330,7 +329,7 @@ class UnixLink:
             if self._out:
                 self._ready(WRITE)
             ready = self._poll.poll(left_ms)
-            if any(fd == self._wake for fd, _ in ready):
+            if (self._wake, select.POLLIN) in ready:
                 os.eventfd_read(self._wake)
             elif ready and not self._receive_waiting():
                 return

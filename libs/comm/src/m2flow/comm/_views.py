@@ -94,7 +94,8 @@ class Queue(Generic[E]):
             self._entries[entry.order] = entry
             self.weight += entry.weight
         for shape in self._shapes:
-            wanted, view = None, View[E]()
+            wanted: Filter | None = None
+            view: View[E] = View()
             for entry in entries:
                 if shape >= len(entry.filters):
                     continue

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from m2flow.comm._connection import INLINE_BYTES, Connection
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import Kind
-from m2flow.comm._items import MAX_WEIGHT, add_payloads, can_be_summed, column
+from m2flow.comm._items import MAX_WEIGHT, add_columns, add_payloads, can_be_summed
 from m2flow.comm._lease import Asked, Lease
 from m2flow.comm._references import Reference
 from m2flow.comm._tree import check
@@ -330,9 +330,16 @@ class Channel:
         at_least: float | None = None,
     ) -> Asked:
         deadline = Deadline(timeout_s)
-        numbers = [lease.number for lease in ack]
-        get = comm_pb2.GetRequest(key=key, iteration=iteration, weight=weight, at_least=at_least, ack=numbers)
-        request = comm_pb2.ChannelRequest(channel=self.name, get=get)
+        request = comm_pb2.ChannelRequest(channel=self.name)
+        get = request.get
+        get.weight = weight
+        if key is not None:
+            get.key = key
+        if iteration is not None:
+            get.iteration = iteration
+        if at_least is not None:
+            get.at_least = at_least
+        get.ack.extend([lease.number for lease in ack])
         connection, device = self._connect(self.host), self._device
         return Asked(self.name, connection, request, deadline, key=key, iteration=iteration, device=device)
 
@@ -352,8 +359,9 @@ class Channel:
     ) -> Asked:
         request = comm_pb2.ChannelRequest(channel=self.name)
         request.put.wait = wait
+        items = request.put.items
         # Before any memory is lent: what is wrong here costs nothing.
-        _describe(puts, request.put.items)
+        _describe(puts, items)
         key = (puts[0].key or None) if len(puts) == 1 else None
         connection = self._connect(self.host)
         references: list[Reference] = []
@@ -363,7 +371,7 @@ class Channel:
             packed = [reference.block for reference in references]
         else:
             packed = self._pack(connection, encoded, key, deadline)
-        add_payloads(request.put.items, packed)
+        add_payloads(items, packed)
         return Asked(self.name, connection, request, deadline, key=key, references=references)
 
     def _pack(
@@ -372,7 +380,7 @@ class Channel:
         packed: list[bytes | comm_pb2.Block] = []
         try:
             for payload in encoded:
-                packed.append(connection.pack(payload, timeout_s=deadline.left_s))
+                packed.append(connection.pack(payload, deadline))
         except BaseException as error:
             connection.take_back(packed)
             if isinstance(error, TimeoutError):
@@ -392,14 +400,9 @@ def _describe(puts: Sequence[Put], items: comm_pb2.Items) -> None:
     """Writes what items are put with; raises ValueError naming what they cannot be put with."""
     _, ids, iterations, weights, keys, tombstones = zip(*puts, strict=True)
     try:
-        distinct = column(weights, 0.0)
-        if can_be_summed(distinct):
-            # In place: a message that is given to another's constructor is copied, its items one by one.
-            items.ids.extend(column(ids, ""))
-            items.keys.extend(column(keys, ""))
-            items.weights.extend(distinct)
-            items.tombstones.extend(column(tombstones, ""))
-            items.iterations.extend(column(iterations, 0))
+        # In place: a message that is given to another's constructor is copied, its items one by one.
+        add_columns(items, ids=ids, keys=keys, weights=weights, tombstones=tombstones, iterations=iterations)
+        if can_be_summed(items.weights):
             return
     except (TypeError, ValueError):
         pass

@@ -241,7 +241,7 @@ class Endpoint:
         encoded = encode(args)
         connection = self._fabric.connection(peer)
         try:
-            payload = connection.pack(encoded, timeout_s=0.0 if self._fabric.loop.inside() else deadline.left_s)
+            payload = connection.pack(encoded, Deadline(0.0) if self._fabric.loop.inside() else deadline)
         except TimeoutError as error:
             call = f"send {method}" if service == _MAIL else f"{service}.{method}"
             waited_for = f"{peer} or another reader to let go of shared memory ({error})"

@@ -44,19 +44,12 @@ class Encoded(TreeWriter):
     In another tree it travels as its bytes, uint8 of shape [size_bytes], for a reader who decodes them when it likes.
     """
 
-    __slots__ = ()
+    __slots__ = ("size_bytes",)
+
+    size_bytes: int
 
     def __len__(self) -> int:
         return self.size_bytes
-
-    @property
-    def size_bytes(self) -> int:
-        """How many bytes it has as a payload."""
-        size = len(self.out) + _AROUND_BYTES
-        # Each part begins at a multiple of 64.
-        for _, nbytes in self.parts:
-            size = _aligned(size) + nbytes
-        return size
 
     @property
     def from_gpu(self) -> bool:
@@ -139,6 +132,11 @@ def encode(tree: Tree, *, lift: Callable[[Any], bool] | None = None) -> Encoded:
     """
     encoded = Encoded(lift)
     encoded.write(tree)
+    size = len(encoded.out) + _AROUND_BYTES
+    # Each part begins at a multiple of 64.
+    for _, nbytes in encoded.parts:
+        size = _aligned(size) + nbytes
+    encoded.size_bytes = size
     return encoded
 
 
@@ -192,14 +190,20 @@ def decode(
     head = bytes(data[:head_end])
     if zlib.crc32(head) != _CHECKED:
         raise PayloadError("got a tree that does not match its check: the payload was altered")
-    if head_end == size and not lifted and device is None:
-        return _read(_TREE_ALONE, head, tree_bytes)
-    parts = _Parts(data, head_end, places)
-    unpickles = allow_pickle and layout == _LAYOUT_WITH_PICKLE
-    result = _read(TreeReader(parts.take, unpickles=unpickles, lifted=lifted, device=device), head, tree_bytes)
-    if parts.at != size:
+    reader, parts = _TREE_ALONE, None
+    if head_end < size or lifted or device is not None:
+        parts = _Parts(data, head_end, places)
+        unpickles = allow_pickle and layout == _LAYOUT_WITH_PICKLE
+        reader = TreeReader(parts.take, unpickles=unpickles, lifted=lifted, device=device)
+    try:
+        tree, end = reader.read(head, _HEADER.size, 0)
+    except (struct.error, IndexError) as error:
+        raise PayloadError(f"got a tree of {tree_bytes} bytes that is cut short: {error}") from error
+    if end != _HEADER.size + tree_bytes:
+        raise PayloadError(f"got a tree that ends after {end - _HEADER.size} bytes, want {tree_bytes}")
+    if parts is not None and parts.at != size:
         raise PayloadError(f"got {size} bytes, want the {parts.at} up to the end of the last array")
-    return result
+    return tree
 
 
 class _Parts:
@@ -232,17 +236,6 @@ def _no_part(size: int) -> Bytes:
 
 # Serves every payload that is all tree.
 _TREE_ALONE = TreeReader(_no_part, unpickles=False)
-
-
-def _read(reader: TreeReader, head: bytes, tree_bytes: int) -> Tree:
-    """Returns the tree behind a header; raises PayloadError unless it has so many bytes."""
-    try:
-        tree, end = reader.read(head, _HEADER.size, 0)
-    except (struct.error, IndexError) as error:
-        raise PayloadError(f"got a tree of {tree_bytes} bytes that is cut short: {error}") from error
-    if end != _HEADER.size + tree_bytes:
-        raise PayloadError(f"got a tree that ends after {end - _HEADER.size} bytes, want {tree_bytes}")
-    return tree
 
 
 def _aligned(size: int) -> int:

@@ -448,8 +448,10 @@ class Endpoint:
     def close(self) -> None:
         """Says goodbye to all peers and frees threads, sockets and memory; may be called twice.
 
-        Blocks until the goodbyes are sent, at most a second a peer.
+        Blocks until the goodbyes are sent, at most a second a peer. Does nothing in a forked child.
         """
+        if self._fabric.abandoned:
+            return
         self._fabric.close()
         self._executor.close()
         self._weights.close()

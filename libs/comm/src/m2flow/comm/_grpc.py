@@ -21,7 +21,7 @@ from m2flow.comm import _frames
 from m2flow.comm._frames import FrameParser, Kind, header
 from m2flow.comm._handshake import VERSION
 from m2flow.comm._loop import Loop
-from m2flow.comm._replies import Awaited
+from m2flow.comm._replies import Awaited, nothing
 from m2flow.comm.errors import CommError
 from m2flow.comm.tls import Tls
 from m2flow.comm.token import TOKEN_KEY, same_token
@@ -107,8 +107,9 @@ class GrpcLink:
         with self._lock:
             return self._drained.wait_for(lambda: not self._out_bytes or self._closed, timeout_s)
 
-    def read_until(self, awaited: Awaited, timeout_s: float | None) -> None:
-        """Does nothing: a stream is read by its own thread."""
+    def read_until(self, awaited: Awaited, timeout_s: float | None, ask: Callable[[], None] = nothing) -> None:
+        """Calls `ask`; a stream is read by its own thread."""
+        ask()
 
     def interrupt(self, awaited: Awaited) -> None:
         """Does nothing: nobody waits in `read_until`."""

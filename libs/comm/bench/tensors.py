@@ -130,13 +130,9 @@ def measure() -> Iterator[dict[str, Any]]:
     for _ in range(5):
         runs.append(through_channel(64 * MIB))
         bare.append(through_nothing(64 * MIB))
-    each = [
-        [f"{1e3 * value:.2f}" for value in (run["median_s"], of["memcpy_s"], pair)]
-        for (run, of), pair in zip(runs, bare, strict=True)
-    ]
-    print(
-        "ms of an item, of a memcpy, and of a writer and a reader with no channel between them:", each, file=sys.stderr
-    )
+    for (taken, made), pair_s in zip(runs, bare, strict=True):
+        found_ms = {"channel": taken["median_s"], "memcpy": made["memcpy_s"], "no channel": pair_s}
+        print({name: f"{1e3 * seconds:.2f} ms" for name, seconds in found_ms.items()}, file=sys.stderr)
     seconds = statistics.median([run[0]["median_s"] for run in runs])
     found = runs[-1][1]
     rate, memcpy = 64 / 1024 / seconds, 64 / 1024 / statistics.median([run[1]["memcpy_s"] for run in runs])

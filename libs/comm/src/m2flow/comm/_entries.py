@@ -47,12 +47,12 @@ class Entry:
 def prefix(view: View[Entry], weight: float) -> list[Entry]:
     """Returns the first entries up to a weight: never more, unless the first alone is heavier."""
     taken: list[Entry] = []
-    total = 0.0
+    total, most = 0.0, weight * (1 + SLACK)
     for entry in view:
-        if taken and (not weight or total + entry.weight > weight * (1 + SLACK)):
+        total += entry.weight
+        if taken and (total > most or not weight):
             break
         taken.append(entry)
-        total += entry.weight
     return taken
 
 

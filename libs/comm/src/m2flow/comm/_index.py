@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import inf
 from operator import attrgetter
 from typing import Literal
@@ -127,7 +128,7 @@ class ChannelIndex:
     def ack(self, session: Hashable, leases: Iterable[int], *, give_back: bool) -> None:
         """Ends leases for good, or gives their entries back. Unknown ones were given to others meanwhile: ignored."""
         held = self._leases.get(session, {})
-        entries = [held.pop(lease) for lease in leases if lease in held]
+        entries = [entry for lease in leases if (entry := held.pop(lease, None)) is not None]
         if not held:
             self._leases.pop(session, None)
         if give_back:
@@ -444,10 +445,9 @@ class ChannelIndex:
         """Gives each key's queued entries to who takes it now that a consumer is gone; without one, is back."""
         if not self._by_key:
             return
-        entries = self._queue.all()
-        if gone is not None:
-            # The others keep theirs.
-            entries = [entry for entry in entries if entry.filters[0].route == gone and entry.order < before]
+        # Of one who is gone, all that is queued; for one who is back, what any has.
+        queued = self._queue.all() if gone is None else self._queue.view(Filter(None, None, gone)) or ()
+        entries = list(takewhile(lambda entry: entry.order < before, queued))
         routes = self._routes(entries)
         moved = [entry for entry in entries if routes[entry.key] != entry.filters[0].route]
         self._queue.remove(moved)

@@ -95,7 +95,7 @@ class Lease:
 
 
 class Asked:
-    """A request to a channel's index, under way."""
+    """A request to a channel's index, which goes out when its answer is waited for."""
 
     def __init__(
         self,
@@ -117,13 +117,12 @@ class Asked:
         self._key = key
         self._iteration = iteration
         self._deadline = deadline
-        body = request.SerializeToString()
-        if len(body) > MAX_MESSAGE_BYTES:
+        self._request = request.SerializeToString()
+        if len(self._request) > MAX_MESSAGE_BYTES:
             raise PayloadError(
-                f"channel {channel!r}: got a message of {len(body)} bytes, want at most {MAX_MESSAGE_BYTES}: "
+                f"channel {channel!r}: got a message of {len(self._request)} bytes, want at most {MAX_MESSAGE_BYTES}: "
                 "put fewer items at a time"
             )
-        self._id, self._reply = connection.call(Kind.CHANNEL, body)
 
     def wait(self) -> list[Lease]:
         """Blocks for the answer; returns the leases in it."""
@@ -131,6 +130,7 @@ class Asked:
 
     def wait_response(self) -> comm_pb2.ChannelResponse:
         """Blocks for the answer, or until the deadline withdraws the request; raises what it says went wrong."""
+        self._id, self._reply = self._connection.call(Kind.CHANNEL, self._request, at_once=False)
         try:
             try:
                 body = self._reply.result(self._deadline.left_s)
@@ -156,6 +156,7 @@ class Asked:
         """Like `wait_response`, on the running event loop; of a request that was cancelled nothing happens later."""
         # Whoever awaits has imported it; for all others it would be a quarter of the time to import this package.
         asyncio = sys.modules["asyncio"]
+        self._id, self._reply = self._connection.call(Kind.CHANNEL, self._request, at_once=True)
         events = asyncio.get_running_loop()
         answered = events.create_future()
 

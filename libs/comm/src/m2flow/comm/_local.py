@@ -12,7 +12,7 @@ from functools import partial
 from m2flow.comm import _frames
 from m2flow.comm._frames import Kind
 from m2flow.comm._loop import Loop
-from m2flow.comm._replies import Awaited
+from m2flow.comm._replies import Awaited, nothing
 from m2flow.comm._unix import HIGH_WATER_BYTES
 from m2flow.comm.errors import CommError
 
@@ -79,8 +79,9 @@ class LocalLink:
         """Nothing waits to be sent."""
         return True
 
-    def read_until(self, awaited: Awaited, timeout_s: float | None) -> None:
-        """Nothing is read: who answers brings it."""
+    def read_until(self, awaited: Awaited, timeout_s: float | None, ask: Callable[[], None] = nothing) -> None:
+        """Calls `ask`; nothing is read: who answers brings it."""
+        ask()
 
     def interrupt(self, awaited: Awaited) -> None:
         """No thread reads."""

@@ -6,10 +6,11 @@ search, and a view that runs empty leaves nothing behind.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import takewhile
 from math import fsum
+from operator import attrgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 # A sum that is so little beside what was just taken off it was lost in its rounding: it is made anew.
@@ -76,49 +77,54 @@ class Queue(Generic[E]):
     """All queued entries. Views of one shape, such as by key, are kept from the first time that one is asked for."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, E] = {}
         self._views: dict[Filter, View[E]] = {}
-        # Which of an entry's filters have views.
-        self._shapes: list[int] = []
+        # Which of an entry's filters have views: the first one always, so that every entry is in one of them.
+        self._shapes = [0]
+        self._size = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._size
 
     @property
     def weight(self) -> float:
         """The sum of all weights."""
-        return fsum(entry.weight for entry in self._entries.values())
+        return fsum(view.weight for view in self._of_all())
 
     def view(self, wanted: Filter) -> View[E] | None:
         """Returns the entries that pass a filter; None when there are none."""
         shape = (wanted.key is not None) * 2 + (wanted.iteration is not None)
         if shape not in self._shapes:
+            everything = self.all()
             self._shapes.append(shape)
-            for entry in self.all():
-                for passed in entry.filters[shape : shape + 1]:
-                    self._add(passed, entry)
+            self._append(shape, everything)
         return self._views.get(wanted)
 
     def all(self) -> list[E]:
         """Returns every queued entry, in order."""
-        return [self._entries[order] for order in sorted(self._entries)]
+        return sorted((entry for view in self._of_all() for entry in view), key=attrgetter("order"))
+
+    def _of_all(self) -> list[View[E]]:
+        """Returns the views of the first shape, one a route."""
+        return [view for passed, view in self._views.items() if passed.key is None and passed.iteration is None]
 
     def append(self, entries: Sequence[E]) -> None:
         """Adds entries whose orders are the newest."""
-        for entry in entries:
-            self._entries[entry.order] = entry
+        self._size += len(entries)
         for shape in self._shapes:
-            wanted: Filter | None = None
-            view: View[E] = View()
-            for entry in entries:
-                if shape >= len(entry.filters):
-                    continue
-                # Those of one message mostly go to one view.
-                if entry.filters[shape] is not wanted:
-                    wanted = entry.filters[shape]
-                    view = self._view(wanted)
-                view.entries[entry.order] = entry
-                view.weight += entry.weight
+            self._append(shape, entries)
+
+    def _append(self, shape: int, entries: Sequence[E]) -> None:
+        wanted: Filter | None = None
+        view: View[E] = View()
+        for entry in entries:
+            if shape >= len(entry.filters):
+                continue
+            # Those of one message mostly go to one view.
+            if entry.filters[shape] is not wanted:
+                wanted = entry.filters[shape]
+                view = self._view(wanted)
+            view.entries[entry.order] = entry
+            view.weight += entry.weight
 
     def _view(self, wanted: Filter) -> View[E]:
         view = self._views.get(wanted)
@@ -126,39 +132,39 @@ class Queue(Generic[E]):
             view = self._views[wanted] = View()
         return view
 
-    def _add(self, wanted: Filter, entry: E) -> None:
-        view = self._view(wanted)
-        view.entries[entry.order] = entry
-        view.weight += entry.weight
-
     def restore(self, entries: Sequence[E]) -> None:
         """Adds entries that come back, in order."""
+        self._size += len(entries)
         returning: dict[Filter, list[E]] = {}
         for entry in entries:
-            self._entries[entry.order] = entry
             for shape in self._shapes:
                 for passed in entry.filters[shape : shape + 1]:
                     returning.setdefault(passed, []).append(entry)
         for passed, of_view in returning.items():
             self._view(passed).restore(of_view)
 
-    def remove(self, entries: Iterable[E]) -> None:
+    def remove(self, entries: Sequence[E]) -> None:
         """Takes entries out of all their views."""
-        views = self._views
+        self._size -= len(entries)
+        for shape in self._shapes:
+            self._remove(shape, entries)
+
+    def _remove(self, shape: int, entries: Sequence[E]) -> None:
+        wanted: Filter | None = None
+        view: View[E] = View()
         for entry in entries:
-            order = entry.order
-            del self._entries[order]
-            filters = entry.filters
-            for shape in self._shapes:
-                if shape < len(filters):
-                    view = views[filters[shape]]
-                    del view.entries[order]
-                    if not view.entries:
-                        del views[filters[shape]]
-                        continue
-                    view.weight -= entry.weight
-                    if view.weight < entry.weight * _LOST:
-                        view.weight = fsum(left.weight for left in view)
+            if shape >= len(entry.filters):
+                continue
+            if entry.filters[shape] is not wanted:
+                wanted = entry.filters[shape]
+                view = self._views[wanted]
+            del view.entries[entry.order]
+            view.weight -= entry.weight
+            if not view.entries:
+                del self._views[wanted]
+                wanted = None
+            elif view.weight < entry.weight * _LOST:
+                view.weight = fsum(left.weight for left in view)
 
     def num_views(self) -> int:
         """Returns how many views hold something: the state that keys and iterations cost."""

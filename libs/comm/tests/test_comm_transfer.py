@@ -432,11 +432,12 @@ def test_an_altered_slice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_stream_serves_nothing_while_it_loads(make_endpoint: Any) -> None:
     trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
-    for version in (1, 2):
-        trainer.stage_weights("policy", version, {name: np.zeros(8) for name in "ab"})
+    weights = {name: np.zeros(8) for name in "ab"}
+    trainer.stage_weights("policy", 1, weights)
     receiver = rollout.weight_receiver("policy", sources=["trainer"], bucket_bytes=64)
     receiver.prepare(1, timeout_s=10)
     served: list[int | None] = [receiver.commit(lambda bucket: None)]
+    trainer.stage_weights("policy", 2, weights)
     receiver.stream(2, lambda bucket: served.append(receiver.version), timeout_s=10)
     assert served == [1, None, None]
     with pytest.raises(ZeroDivisionError):

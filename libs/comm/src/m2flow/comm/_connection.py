@@ -156,7 +156,7 @@ class Connection:
             return encoded.to_bytes()
         if not self.link.passes_fds:
             return self._send_data(encoded.to_bytes())
-        slot = self._pool.take(encoded.size_bytes, timeout_s=None if deadline is None else deadline.left_s)
+        slot = self._pool.take(encoded.size_bytes, deadline)
         try:
             if encoded.from_gpu:
                 slot.segment.pin()
@@ -173,7 +173,7 @@ class Connection:
         if size > INLINE_BYTES:
             # Where the quota or the descriptors are used up: a message may be long.
             with contextlib.suppress(CommError, TimeoutError):
-                slot = self._pool.take(size, timeout_s=0)
+                slot = self._pool.take(size, Deadline(0.0))
                 try:
                     slot.view(size)[:] = np.frombuffer(data, np.uint8)
                     return self.lend_slot(slot, size)
@@ -196,6 +196,10 @@ class Connection:
             self._pool.let_go(slot)
             raise
         return comm_pb2.Block(**ref._asdict())
+
+    def look_again(self) -> None:
+        """Wakes whoever waits for shared memory: a deadline was ended."""
+        self._pool.wake()
 
     def take_back(self, packed: Iterable[bytes | comm_pb2.Block]) -> None:
         """Undoes the lending of what was packed and is named by no message."""

@@ -13,13 +13,13 @@ import fcntl
 import mmap
 import os
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
 
 from m2flow.comm import _torch
+from m2flow.comm._deadline import Deadline
 from m2flow.comm._tree import Bytes
 from m2flow.comm.errors import CommError, system_refuses
 
@@ -117,7 +117,7 @@ class Pool:
         with self._room:
             return self._used_bytes
 
-    def take(self, size_bytes: int, *, timeout_s: float | None = None) -> Slot:
+    def take(self, size_bytes: int, deadline: Deadline | None = None) -> Slot:
         """Returns a slot of at least `size_bytes`, held once.
 
         Waits for slots to come back while the quota is used up. Raises CommError when the payload alone exceeds the
@@ -130,16 +130,20 @@ class Pool:
             raise CommError(
                 f"got a payload of {size_bytes} bytes, want at most the quota of {self.quota_bytes}: raise it"
             )
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._room:
             while not self._free[size] and not self._make_room(size):
-                left = None if deadline is None else deadline - time.monotonic()
-                if (left is not None and left <= 0) or not self._room.wait(left):
+                left_s = None if deadline is None else deadline.left_s
+                if left_s == 0 or not self._room.wait(left_s):
                     raise TimeoutError(f"{self._used_bytes} bytes of shared memory are in use")
             slot = self._free[size].pop() if self._free[size] else self._cut(size)
             slot.segment.slots_in_use += 1
             slot.holds = 1
             return slot
+
+    def wake(self) -> None:
+        """Lets who waits for room look at its deadline again."""
+        with self._room:
+            self._room.notify_all()
 
     def hold(self, slot: Slot) -> None:
         """Holds a slot once more: for another reader."""

@@ -241,7 +241,7 @@ class WeightStore:
         self._let_go(old)
 
     def _written(self, payload: Encoded, deadline: Deadline) -> _Staged:
-        slot = self._pool.take(payload.size_bytes, timeout_s=deadline.left_s)
+        slot = self._pool.take(payload.size_bytes, deadline)
         try:
             payload.write_into(slot.view(payload.size_bytes))
         except BaseException:

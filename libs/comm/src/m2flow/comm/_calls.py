@@ -24,7 +24,8 @@ from m2flow.proto.comm.v1 import comm_pb2
 class Request(NamedTuple):
     """What a handler is given: who calls, what, with which tree. Arrays in `args` are read-only.
 
-    `held_bytes` of it are in this process's own memory, not in shared memory that the caller pays for.
+    `held_bytes` of it are in this process's own memory, not in shared memory that the caller pays for. `session` tells
+    the connection it came by from others of that peer.
     """
 
     peer: str
@@ -32,6 +33,7 @@ class Request(NamedTuple):
     method: str
     args: Tree
     held_bytes: int = 0
+    session: int = 0
 
 
 class Lend(NamedTuple):
@@ -118,7 +120,8 @@ class CallServer:
         try:
             handler = self._handlers[service]
             held_bytes = len(args) if isinstance(args, bytes) or not connection.link.passes_fds else 0
-            result = handler(Request(connection.peer, service, method, connection.decode(args), held_bytes))
+            args = connection.decode(args)
+            result = handler(Request(connection.peer, service, method, args, held_bytes, connection.session))
         except Exception as error:
             self._fail(connection, request_id, error)
             return

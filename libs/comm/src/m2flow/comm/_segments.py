@@ -125,7 +125,7 @@ class Pool:
         """
         if self._abandoned:
             raise CommError("got a payload for an endpoint of the parent process, want one made after the fork")
-        size = _slot_bytes(size_bytes)
+        size = slot_bytes(size_bytes)
         if size > self.quota_bytes:
             raise CommError(
                 f"got a payload of {size_bytes} bytes, want at most the quota of {self.quota_bytes}: raise it"
@@ -249,7 +249,7 @@ def _taken_out(slots_by_size: dict[int, list[Slot]], segment: Segment) -> list[S
     return taken
 
 
-def _slot_bytes(size: int) -> int:
+def slot_bytes(size: int) -> int:
     """Rounds up to a sixteenth of a power of two: few sizes, so that slots fit again, and at most a ninth wasted."""
     if size <= MIN_SLOT_BYTES:
         return MIN_SLOT_BYTES

@@ -280,6 +280,9 @@ def test_what_waited_for_room_in_vain_has_ended() -> None:
     q.put("2", iteration=2)
     cancelled = q.last_request()
     q.end(2)
+    late = q.get(iteration=2)
+    q.index.cancel("c", q.last_request())
+    assert late.answers[0][1] == Refusal("TimeoutError_", peers=("p",))
     waiting = q.get(iteration=2)
     assert waiting.waits
     q.index.cancel("p", cancelled)

@@ -181,8 +181,11 @@ class ChannelIndex:
         for get in self._waiting.of(session):
             if get.caller.request == request:
                 self._waiting.remove(get)
-                peers = tuple(self.members.owing(get.wanted.iteration))
-                get.caller.answer((), Refusal("TimeoutError_", peers=peers))
+                # Where all is ended, those whose puts wait for room.
+                waited_for = self.members.owing(get.wanted.iteration) or [
+                    put.caller.member for put in self._waiting.puts
+                ]
+                get.caller.answer((), Refusal("TimeoutError_", peers=tuple(dict.fromkeys(waited_for))))
                 return
 
     # What the owner says.

@@ -163,6 +163,7 @@ class Endpoint:
         A `prompt` handler never waits and answers with little: it runs as the io thread or in its place, which costs
         less, and must bear being run on several threads at once.
         Calls that came earlier wait for it, for as long as a peer may take to appear. Raises ValueError for a service
+        Whatever a handler raises is its caller's RemoteError, SystemExit too.
         that has a handler. Blocks for the io thread.
         """
         self._on_io_thread(lambda: self._calls.add(service, handler, prompt=prompt))
@@ -361,7 +362,7 @@ class Endpoint:
         def run() -> None:
             try:
                 done.set_result(call())
-            except Exception as error:
+            except BaseException as error:
                 done.set_exception(error)
 
         self._fabric.loop.work(run)

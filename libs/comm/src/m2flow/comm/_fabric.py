@@ -27,7 +27,7 @@ from m2flow.comm._loop import READ, Loop
 from m2flow.comm._mailbox import Mailbox
 from m2flow.comm._mappings import Released
 from m2flow.comm._segments import Pool
-from m2flow.comm._sockets import SocketDirectory
+from m2flow.comm._sockets import SocketDirectory, check_name
 from m2flow.comm._unix import UnixLink
 from m2flow.comm.errors import CommError, PeerLostError
 from m2flow.comm.routing import Address, Backend, route
@@ -127,6 +127,7 @@ class Fabric:
         if known is not None:
             return known
         other = self.in_this_process(peer)
+        check_name(peer)
         if other is not None and self._backend_to(peer) != "grpc":
             joined = self._join(other)
             if joined is not None:
@@ -148,12 +149,15 @@ class Fabric:
         return connection
 
     def _known(self, peer: str) -> Connection | None:
-        if self._closed:
-            raise CommError(f"endpoint {self.identity.name!r} is closed")
+        self._check_open()
         # What a restarted peer has dialled is found here once the connection of its earlier life has ended.
         return self._dialled.get(peer) or self._accepted.get(peer)
 
     def _join(self, other: "Fabric") -> Connection | None:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CommError(f"endpoint {self.identity.name!r} is closed")
+
         """Returns the connection to an endpoint of this process, making both its ends; None where that one closes."""
         names = self.identity.name, other.identity.name
         with _meeting:
@@ -195,6 +199,7 @@ class Fabric:
     def add_address(self, peer: str, address: str) -> None:
         """Dials a peer over gRPC at an address from now on, or with none through this host's directory again."""
         if address:
+        check_name(peer)
             self._remote()
         with self._lock:
             if address:
@@ -284,6 +289,7 @@ class Fabric:
         with self._lock:
             if self._streams is None:
                 self._grpc = importlib.import_module("m2flow.comm._grpc")
+            self._check_open()
                 name, token = self.identity.name, self.identity.token
                 self._streams = self._grpc.Streams(name, self.loop, token, self._connect_timeout_s, self._tls)
             return self._streams

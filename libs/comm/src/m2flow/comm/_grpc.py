@@ -189,7 +189,8 @@ class Streams:
         self._tls = tls
         self._events = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server: grpc.aio.Server | None = None
+        # All that listen: one that nobody keeps is stopped.
+        self._servers: list[grpc.aio.Server] = []
         self._thread = threading.Thread(target=self._events.run_forever, name=f"m2flow-comm {name} grpc", daemon=True)
         self._thread.start()
 
@@ -242,7 +243,7 @@ class Streams:
         except RuntimeError as error:
             raise CommError(f"cannot listen at {address!r}: {error}") from error
         await server.start()
-        self._server = server
+        self._servers.append(server)
         return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
     async def _refuse(self, request: AsyncIterable[memoryview], context: Any) -> None:
@@ -315,8 +316,7 @@ class Streams:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._server is not None:
-            await self._server.stop(0.2)
+        await asyncio.gather(*(server.stop(0.2) for server in self._servers))
 
 
 async def _ending(*tasks: "asyncio.Task[None]") -> str:

@@ -26,6 +26,7 @@ from m2flow.comm._host import ChannelHost
 from m2flow.comm._index import ChannelIndex
 from m2flow.comm._parking import Parking
 from m2flow.comm._replies import Answer, Reply
+from m2flow.comm._sockets import check_name
 from m2flow.comm.channel import Channel
 from m2flow.comm.collectives import Handle
 from m2flow.comm.errors import CommError, TimeoutError_
@@ -142,7 +143,8 @@ class Endpoint:
         """Listens over gRPC as well, at "host:port" (port 0 takes a free one) or "unix:path"; returns the address.
 
         Every call must bring the run's token, and with `tls` a certificate. A peer that knows the address is called
-        back over the connection that it makes. Raises CommError where it cannot bind. Blocks until it listens.
+        back over the connection that it makes. Of several addresses all stay. Raises CommError where it cannot bind,
+        or is closed. Blocks until it listens.
         """
         return self._fabric.listen(address)
 
@@ -290,6 +292,7 @@ class Endpoint:
             future.link = self._fabric.link_from(peer)
         return future
 
+        check_name(peer)
     def send(self, peer: str, tree: Tree, *, tag: str = "", timeout_s: float | None = None) -> None:
         """Like `isend`, blocking until the peer has it. Raises PeerLostError, and TimeoutError_ after `timeout_s`."""
         self._fabric.check_may_wait(f"send {tag}")

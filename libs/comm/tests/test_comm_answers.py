@@ -1,4 +1,4 @@
-"""Answers: every call is answered, whatever its handler raises."""
+"""Answers: every call is answered, whatever its handler raises and however little memory is left."""
 
 import asyncio
 import sys
@@ -6,9 +6,10 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 
-from m2flow.comm import RemoteError
+from m2flow.comm import RemoteError, TimeoutError_
 
 
 class Unspeakable(Exception):
@@ -80,3 +81,17 @@ def test_a_callback_that_exits_ends_no_thread_of_an_endpoint(
     assert [future.result(5) for future in (*futures, sent, received)] == [2, 3, None, None, 1]
     assert a.request("b", "fine", "", timeout_s=5) == b.request("b", "fine", "", timeout_s=5) == 1
     assert caplog.text.count("the callback of a future failed") == 3
+
+
+def test_an_answer_goes_in_its_message_where_the_quota_is_used_up(make_endpoint: Any) -> None:
+    a, b = make_endpoint("a", quota_bytes=3 << 20), make_endpoint("b")
+    a.stage_weights("w", 1, {"x": np.ones(2 << 20, np.uint8)})
+    a.handle("large", lambda request: np.arange(1 << 18))
+    assert b.request("a", "large", "", timeout_s=5)[-1] == (1 << 18) - 1
+    received: list[int] = []
+    receiver = b.weight_receiver("w", sources=["a"])
+    assert receiver.stream(1, lambda bucket: received.append(int(bucket["x"].sum())), timeout_s=5) == 1
+    assert received == [2 << 20]
+    assert b.newest_weights("a", "w", timeout_s=5) == 1
+    with pytest.raises(TimeoutError_, match=r"'m2flow\.weights\.newest': waited 0\.\d+ s for nobody"):
+        b.newest_weights("nobody", "w", timeout_s=0.05)

@@ -92,6 +92,7 @@ class Fabric:
             pool=self.pool,
             released=self.released,
             on_segment_gone=self._retire,
+            loop=self.loop,
             allow_pickle=allow_pickle,
             max_payload_bytes=max_payload_bytes,
         )
@@ -126,8 +127,8 @@ class Fabric:
         known = self._known(peer)
         if known is not None:
             return known
-        other = self.in_this_process(peer)
         check_name(peer)
+        other = self.in_this_process(peer)
         if other is not None and self._backend_to(peer) != "grpc":
             joined = self._join(other)
             if joined is not None:
@@ -153,11 +154,11 @@ class Fabric:
         # What a restarted peer has dialled is found here once the connection of its earlier life has ended.
         return self._dialled.get(peer) or self._accepted.get(peer)
 
-    def _join(self, other: "Fabric") -> Connection | None:
     def _check_open(self) -> None:
         if self._closed:
             raise CommError(f"endpoint {self.identity.name!r} is closed")
 
+    def _join(self, other: "Fabric") -> Connection | None:
         """Returns the connection to an endpoint of this process, making both its ends; None where that one closes."""
         names = self.identity.name, other.identity.name
         with _meeting:
@@ -198,8 +199,8 @@ class Fabric:
 
     def add_address(self, peer: str, address: str) -> None:
         """Dials a peer over gRPC at an address from now on, or with none through this host's directory again."""
-        if address:
         check_name(peer)
+        if address:
             self._remote()
         with self._lock:
             if address:
@@ -252,8 +253,9 @@ class Fabric:
             if connection.peer:
                 connection.send(Kind.GOODBYE, 0, b"")
         for connection in connections:
-            if connection.greeted:
-                connection.link.wait_sent(_GOODBYE_TIMEOUT_S)
+            # Another endpoint of this process deals with it in its own time.
+            if connection.greeted and not connection.within:
+                connection.link.wait_sent(_GOODBYE_TIMEOUT_S, 0)
         self.loop.call(self._shut)
         self.loop.stop()
         if self._streams is not None:
@@ -287,9 +289,9 @@ class Fabric:
     def _remote(self) -> Any:
         """Returns the gRPC side, which is imported and started when it is first needed."""
         with self._lock:
+            self._check_open()
             if self._streams is None:
                 self._grpc = importlib.import_module("m2flow.comm._grpc")
-            self._check_open()
                 name, token = self.identity.name, self.identity.token
                 self._streams = self._grpc.Streams(name, self.loop, token, self._connect_timeout_s, self._tls)
             return self._streams

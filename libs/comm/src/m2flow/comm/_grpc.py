@@ -31,7 +31,6 @@ _log = logging.getLogger("m2flow.comm")
 
 METHOD = "/m2flow.proto.comm.v1.ChannelService/Exchange"
 CHUNK_BYTES = 1 << 20
-HIGH_WATER_BYTES = 8 << 20
 # Chunks read from the network before the io thread has dealt with the first of them.
 _READ_AHEAD = 8
 _GOODBYE_TIMEOUT_S = 1.0
@@ -75,7 +74,7 @@ class GrpcLink:
         self._parser = FrameParser()
         self._closed = False
         self._out: deque[memoryview] = deque()
-        self._out_bytes = 0
+        self.unsent_bytes = 0
         self._lock = threading.Lock()
         self._drained = threading.Condition(self._lock)
         self._wake = asyncio.Event()
@@ -83,28 +82,21 @@ class GrpcLink:
 
     # Any thread.
 
-    def send(
-        self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True
-    ) -> None:
-        """Sends a frame. Blocks, unless on the io thread or not to `wait`, while more than 8 MiB are under way.
-
-        The body must stay as it is. Raises BrokenPipeError once closed.
-        """
+    def send(self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None) -> None:
+        """Sends a frame, whose body must stay as it is. Does not wait. Raises BrokenPipeError once closed."""
         assert fd is None, "this link passes no descriptors"
         head = _frames.header(kind, request_id, len(body))
         with self._lock:
-            while wait and self._out_bytes > HIGH_WATER_BYTES and not self._closed and not self._loop.inside():
-                self._drained.wait()
             if self._closed:
                 raise BrokenPipeError("the link is closed")
             self._out += (memoryview(head), memoryview(body))
-            self._out_bytes += len(head) + len(body)
+            self.unsent_bytes += len(head) + len(body)
         self._streams.call(self._wake.set)
 
-    def wait_sent(self, timeout_s: float) -> bool:
-        """Waits until gRPC has taken all that was sent; says whether it did in time."""
+    def wait_sent(self, timeout_s: float | None, at_most_bytes: int) -> bool:
+        """Waits until gRPC has taken all but so many bytes of what was sent; says whether it did in time."""
         with self._lock:
-            return self._drained.wait_for(lambda: not self._out_bytes or self._closed, timeout_s)
+            return self._drained.wait_for(lambda: self.unsent_bytes <= at_most_bytes or self._closed, timeout_s)
 
     def read_until(self, awaited: Awaited, timeout_s: float | None) -> None:
         """Does nothing: a stream is read by its own thread."""
@@ -141,7 +133,7 @@ class GrpcLink:
             while (chunk := self._next_chunk()) is not None:
                 await stream.write(chunk)
                 with self._lock:
-                    self._out_bytes -= sum(map(len, chunk))
+                    self.unsent_bytes -= sum(map(len, chunk))
                     self._drained.notify_all()
             if self._closed:
                 return

@@ -298,6 +298,8 @@ def test_an_endpoint_listens_at_all_its_addresses_until_it_is_closed(tmp_path: P
                 assert a.request("b", "echo", "", number, timeout_s=5) == number
     with pytest.raises(CommError, match="endpoint 'b' is closed"):
         b.listen("127.0.0.1:0")
+    b.add_address("c", "127.0.0.1:1")
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("m2flow-comm b")]
 
 
 def certificates(directory: Path, authority: str) -> Tls:

@@ -200,7 +200,8 @@ class Fabric:
     def add_address(self, peer: str, address: str) -> None:
         """Dials a peer over gRPC at an address from now on, or with none through this host's directory again."""
         check_name(peer)
-        if address:
+        # Once closed it dials nobody.
+        if address and not self._closed:
             self._remote()
         with self._lock:
             if address:
@@ -210,6 +211,7 @@ class Fabric:
 
     def listen(self, address: str) -> str:
         """Listens over gRPC too; returns the address bound."""
+        self._check_open()
         return str(self._remote().listen(address, self._accept_stream))
 
     def in_this_process(self, peer: str) -> "Fabric | None":
@@ -289,7 +291,6 @@ class Fabric:
     def _remote(self) -> Any:
         """Returns the gRPC side, which is imported and started when it is first needed."""
         with self._lock:
-            self._check_open()
             if self._streams is None:
                 self._grpc = importlib.import_module("m2flow.comm._grpc")
                 name, token = self.identity.name, self.identity.token

@@ -1,5 +1,6 @@
 """One suite over every backend: by reference, shared memory, gRPC over TCP and Unix sockets, gloo, NCCL."""
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from m2flow.comm import (
     _torch,
     encode,
 )
-from m2flow.comm.collectives import move_rows, spans
+from m2flow.comm.collectives import RankGroup, move_rows, spans
 from m2flow.comm.process_group import ProcessGroupBackend
 from m2flow.comm.testing import PatientConformance, Ranks
 
@@ -179,6 +180,41 @@ def test_a_receive_that_times_out_names_the_peer(make_endpoint: Any) -> None:
     b.isend("a", "later")
     assert a.recv("b", timeout_s=5) == "later"
     assert a._fabric.mailbox.num_states() == 0
+
+
+@pytest.mark.parametrize("timeout_s", [20, None])
+def test_a_collective_fails_with_the_first_rank_that_is_lost(make_endpoint: Any, timeout_s: float | None) -> None:
+    """Whoever else is late; whether it is lost before or during the wait."""
+    r0, _, r2 = (make_endpoint(name) for name in NAMES)
+    handles = [RankGroup(r0, name, NAMES).gather(0, root=0) for name in ("during", "before")]
+    r2.isend("r0", "here")
+    assert r0.recv("r2", timeout_s=10) == "here"
+    closing = threading.Timer(0.05, r2.close)
+    closing.start()
+    for handle in handles:
+        with pytest.raises(PeerLostError, match="'r2' is lost"):
+            handle.wait(timeout_s)
+        assert handle.done()
+    closing.join()
+
+
+@pytest.mark.parametrize("root", [-1, 3])
+def test_a_root_that_is_no_rank_is_refused(make_endpoint: Any, root: int) -> None:
+    group = RankGroup(make_endpoint("r0"), "g", NAMES)
+    for collective in (group.broadcast, group.scatter, group.gather):
+        with pytest.raises(ValueError, match=f"got root {root}, want a rank, 0 to 2"):
+            collective([None] * 3, root=root)
+
+
+def test_receives_that_time_out_leave_nothing(make_endpoint: Any) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    kept = a.irecv("b")
+    for tag in ("", "", "other"):
+        with pytest.raises(TimeoutError_):
+            a.recv("b", tag=tag, timeout_s=0)
+    assert [len(receivers) for receivers in a._fabric.mailbox._awaited.values()] == [1]
+    b.isend("a", "first")
+    assert kept.result(5) == "first"
 
 
 counts = st.lists(st.integers(0, 9), min_size=1, max_size=6)

@@ -181,6 +181,41 @@ def test_an_endpoint_made_after_a_fork_works(peer: Any, make_endpoint: Any) -> N
     os.kill(pid, signal.SIGKILL)
 
 
+def test_a_forked_child_that_closes_its_copy_changes_nothing_for_its_parent(peer: Any) -> None:
+    parent = peer(
+        "parent",
+        """
+        import os
+        directory, token = Path(sys.argv[1]), sys.argv[3]
+        endpoint.close()
+        size = 48 << 10
+        with Endpoint(directory, "a", token=token, by_reference=False) as a, \\
+                Endpoint(directory, "b", token=token, by_reference=False) as b:
+            a.stage_weights("w", 1, {"x": np.ones(size, np.uint8)})
+            kept = b.fetch_weights("a", "w", 1)["x"]
+            # Of the same segment, free when the child begins and in use when it ends.
+            a.stage_weights("v", 1, {"x": np.ones(size, np.uint8)})
+            a.release_weights("v", 1)
+            read, write = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.read(read, 1)
+                try:
+                    a.stage_weights("v", 3, {"x": np.zeros(size, np.uint8)})
+                except CommError as error:
+                    say(error)
+                raise SystemExit(7)
+            a.stage_weights("v", 2, {"x": np.full(size, 2, np.uint8)})
+            new = b.fetch_weights("a", "v", 2)["x"]
+            os.write(write, b"x")
+            say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            say((int(kept.min()), int(new.min()), int(new.max())))
+        """,
+    )
+    assert parent.line() == "got a payload for an endpoint of the parent process, want one made after the fork"
+    assert (parent.line(), parent.line()) == ("7", "(1, 2, 2)")
+
+
 def test_put_many_in_batches_keeps_order_across_a_host(make_endpoint: Any) -> None:
     host, producer, consumer = make_endpoint("host"), make_endpoint("p"), make_endpoint("c")
     host.host_channel("q", capacity=16, producers=["p"], consumers=["c"])

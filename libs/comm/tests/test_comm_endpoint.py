@@ -494,6 +494,32 @@ def test_a_call_that_no_message_can_name_costs_no_memory(make_endpoint: Any) -> 
     assert b.name == "b"
 
 
+def test_an_answer_finds_its_reader_however_soon_it_comes(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, ready, woken = UnixLink._begin_waiting, UnixLink._ready, []
+
+    def begin_late(link: UnixLink, awaited: Any) -> bool:
+        time.sleep(0.02)
+        return begin(link, awaited)
+
+    def see(link: UnixLink, events: int) -> None:
+        woken.append(link)
+        ready(link, events)
+
+    monkeypatch.setattr(UnixLink, "_ready", see)
+    with (
+        Endpoint(run_dir, "a", token="t", by_reference=False) as a,
+        Endpoint(run_dir, "b", token="t", by_reference=False) as b,
+    ):
+        b.handle("echo", lambda request: request.args, prompt=True)
+        a.request("b", "echo", "")
+        woken.clear()
+        monkeypatch.setattr(UnixLink, "_begin_waiting", begin_late)
+        for number in range(5):
+            assert a.request("b", "echo", "", number) == number
+        assert woken
+        assert a._fabric.connection("b").link not in woken, "an answer came before the thread that waits for it"
+
+
 def test_a_keyboard_interrupt_at_any_line_leaves_a_socket_to_others(run_dir: Path) -> None:
     step, lines = 0, 0
 

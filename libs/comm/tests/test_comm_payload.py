@@ -1,12 +1,14 @@
 """Payloads: what goes in comes out, and what is no payload is refused."""
 
+import collections
+import dataclasses
 import math
 import random
 import struct
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -342,13 +344,94 @@ def test_a_class_with_other_fields_at_the_other_end_is_refused() -> None:
         register(Pair)
 
 
-def test_register_refuses_what_it_could_not_rebuild() -> None:
-    @dataclass(kw_only=True)
-    class ByName:
-        x: int
+def made_dataclass(kinds: list[str], *, frozen: bool, slots: bool, num_inherited: int, changes: str) -> type:
+    """Returns a dataclass of int fields, one of each kind; the first so many are its base's."""
+    fields: list[Any] = []
+    for number, kind in enumerate(kinds):
+        options: dict[str, Any] = {
+            "plain": {},
+            "default": {"default": 5},
+            "factory": {"default_factory": lambda: 6},
+            "no init": {"init": False, "default": 7},
+            "by name": {"kw_only": True},
+            "init only": {"default": 8},
+            "of the class": {"default": 9},
+        }[kind]
+        annotation: Any = {"init only": dataclasses.InitVar[int], "of the class": ClassVar[int]}.get(kind, int)
+        fields.append((f"f{number}", annotation, dataclasses.field(**options)))
 
-    with pytest.raises(ValueError, match="kw_only"):
-        register(ByName)
+    def __post_init__(self: Any, *_: int) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            object.__setattr__(self, field.name, value + 1 if changes == "anew" else int(str(value)))
+
+    namespace = {"__post_init__": __post_init__} if changes != "nothing" else {}
+    base = dataclasses.make_dataclass("Base", fields[:num_inherited], frozen=frozen, slots=slots)
+    return dataclasses.make_dataclass(
+        "Made", fields[num_inherited:], bases=(base,), namespace=namespace, frozen=frozen, slots=slots
+    )
+
+
+kinds = st.sampled_from(["plain", "default", "factory", "no init", "by name", "init only", "of the class"])
+
+
+@given(
+    # A field without a default follows none that has one.
+    st.lists(kinds, max_size=4).map(lambda drawn: sorted(drawn, key=lambda kind: kind != "plain")),
+    st.fixed_dictionaries(
+        {
+            "frozen": st.booleans(),
+            "slots": st.booleans(),
+            "num_inherited": st.integers(0, 2),
+            "changes": st.sampled_from(["nothing", "into equals", "anew"]),
+        }
+    ),
+    st.lists(st.integers(1000, 1 << 40), min_size=4, max_size=4),
+)
+def test_a_dataclass_is_refused_or_arrives_as_it_was(kinds: list[str], how: Any, values: list[int]) -> None:
+    made = made_dataclass(kinds, **how)
+    if {"no init", "by name", "init only"} & set(kinds):
+        with pytest.raises(ValueError, match=r"register: Made has the fields \[.* and takes \[.* want the same"):
+            register(made)
+    else:
+        names = [field.name for field in dataclasses.fields(register(made))]
+        sent = made(**dict(zip(names, values, strict=False)))
+        found = round_trip(sent)
+        assert type(found) is made
+        assert [getattr(found, name) for name in names] == [getattr(sent, name) for name in names]
+
+
+class Swapped(NamedTuple("Swapped", [("left", int), ("right", int)])):
+    """Its constructor makes something else of what it is given."""
+
+    def __new__(cls, left: int, right: int = 4) -> "Swapped":
+        return super().__new__(cls, right, left)
+
+
+def test_named_tuples_arrive_as_they_were() -> None:
+    defaults = collections.namedtuple("defaults", ["a", "b"], defaults=[3])
+    for sent in (register(defaults)(1), register(Swapped)(1)):
+        found = round_trip(sent)
+        assert type(found) is type(sent)
+        assert tuple(found) == tuple(sent)
+
+
+def test_register_refuses_what_it_could_not_rebuild() -> None:
+    @dataclass(init=False)
+    class Reversed:
+        x: int
+        y: int
+
+        def __init__(self, y: int, x: int) -> None:
+            self.x, self.y = x, y
+
+    class Narrow(Step):
+        def __init__(self, index: int) -> None:
+            super().__init__(index, {})
+
+    for unfit in (Reversed, Narrow):
+        with pytest.raises(ValueError, match="drop kw_only, init=False and InitVar"):
+            register(unfit)
     with pytest.raises(ValueError, match="want a dataclass"):
         register(int)
 

@@ -11,7 +11,7 @@ from m2flow.comm._replies import Awaited, Reply
 class Unread:
     """A link that somebody else reads."""
 
-    def read_until(self, awaited: Awaited, timeout_s: float | None) -> None: ...
+    def read_until(self, awaited: Awaited, timeout_s: float | None, ask: Any) -> None: ...
     def interrupt(self, awaited: Awaited) -> None: ...
 
 
@@ -31,6 +31,20 @@ def test_result_raises_what_went_wrong_and_times_out() -> None:
     reply.resolve(b"", ConnectionError("gone"))
     with pytest.raises(ConnectionError, match="gone"):
         reply.result()
+
+
+def test_a_request_goes_out_once_when_its_reply_is_waited_for() -> None:
+    class Reads(Unread):
+        def read_until(self, awaited: Awaited, timeout_s: float | None, ask: Any) -> None:
+            ask()
+
+    asked: list[int] = []
+    reply = Reply(Reads(), lambda: asked.append(1))
+    assert not asked
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            reply.result(0.01)
+        assert asked == [1]
 
 
 def test_callbacks_run_once_however_they_race_with_the_end() -> None:

@@ -333,6 +333,39 @@ def test_an_altered_slice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert receiver.version is None
 
 
+def test_a_stream_serves_nothing_while_it_loads(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    for version in (1, 2):
+        trainer.stage_weights("policy", version, {name: np.zeros(8) for name in "ab"})
+    receiver = rollout.weight_receiver("policy", sources=["trainer"], bucket_bytes=64)
+    receiver.prepare(1, timeout_s=10)
+    served: list[int | None] = [receiver.commit(lambda bucket: None)]
+    receiver.stream(2, lambda bucket: served.append(receiver.version), timeout_s=10)
+    assert served == [1, None, None]
+    with pytest.raises(ZeroDivisionError):
+        receiver.stream(2, lambda bucket: 1 // 0, timeout_s=10)
+    assert receiver.version is None
+
+
+@pytest.mark.parametrize("way", ["prepared", "streamed"])
+def test_receivers_that_begin_with_different_sources_take_from_different_sources(make_endpoint: Any, way: str) -> None:
+    sources, rollout = [make_endpoint(f"t{rank}") for rank in range(3)], make_endpoint("rollout")
+    for rank, source in enumerate(sources):
+        # Copies of each other, but for telling them apart here.
+        source.stage_weights("policy", 1, {"x": np.full(8, rank)})
+    took = []
+    for rank in range(6):
+        receiver = rollout.weight_receiver("policy", sources=["t0", "t1", "t2"], first_source=rank)
+        loaded: dict[str, Any] = {}
+        if way == "prepared":
+            receiver.prepare(1, timeout_s=10)
+            receiver.commit(loaded.update)
+        else:
+            receiver.stream(1, loaded.update, timeout_s=10)
+        took.append(loaded["x"][0])
+    assert took == [0, 1, 2, 0, 1, 2]
+
+
 def test_layout_waits_for_the_version_and_refuses_old_ones(make_endpoint: Any) -> None:
     trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
     asked = rollout.request_async("trainer", "m2flow.weights", "layout", ("policy", 5))

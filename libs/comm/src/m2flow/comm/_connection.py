@@ -21,7 +21,7 @@ from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import Kind, ProtocolError
 from m2flow.comm._loop import Loop
 from m2flow.comm._mappings import BlockRef, Hold, Mapped, Released
-from m2flow.comm._replies import Awaited, Reply
+from m2flow.comm._replies import Awaited, Reply, nothing
 from m2flow.comm._segments import Pool, Segment, Slot
 from m2flow.comm._tree import Bytes
 from m2flow.comm.errors import CommError, PayloadError, system_refuses
@@ -53,7 +53,7 @@ class Link(Protocol):
     def unsent_bytes(self) -> int: ...
     def send(self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None) -> None: ...
     def wait_sent(self, timeout_s: float | None, at_most_bytes: int) -> bool: ...
-    def read_until(self, awaited: Awaited, timeout_s: float | None) -> None: ...
+    def read_until(self, awaited: Awaited, timeout_s: float | None, ask: Callable[[], None] = nothing) -> None: ...
     def interrupt(self, awaited: Awaited) -> None: ...
     def close(self) -> None: ...
     def fail(self, reason: str) -> None: ...
@@ -104,18 +104,22 @@ class Connection:
 
     # Calls.
 
-    def call(self, kind: Kind, body: bytes) -> tuple[int, Reply]:
-        """Sends a request; returns its id and its reply, which fails when the peer is lost."""
+    def call(self, kind: Kind, body: bytes, *, at_once: bool) -> tuple[int, Reply]:
+        """Returns a request's id and its reply, which fails when the peer is lost.
+
+        It is sent now, or when its reply is first waited for, which is cheaper for whoever waits at once.
+        """
         request_id = next(self._ids)
-        reply = Reply(self.link)
+        ask = partial(self.send, kind, request_id, body)
+        reply = Reply(self.link, nothing if at_once else ask)
         with self._lock:
             lost = self._lost
             if lost is None:
                 self._calls[request_id] = reply
-        if lost is None:
-            self.send(kind, request_id, body)
-        else:
+        if lost is not None:
             reply.resolve(b"", lost)
+        elif at_once:
+            ask()
         return request_id, reply
 
     def answered(self, request_id: int, body: bytes) -> None:

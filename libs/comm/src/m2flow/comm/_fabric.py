@@ -106,6 +106,8 @@ class Fabric:
         self._all: set[Connection] = set()
         self._lock = threading.Lock()
         self._closed = False
+        # This is a forked child, and all that is here is its parent's.
+        self.abandoned = False
         self._run = (*self._directory.identity, identity.token, "" if by_reference else identity.name)
         self._living: dict[str, Fabric] = {}
 
@@ -451,7 +453,8 @@ class Fabric:
 
     def _abandon(self) -> None:
         """In a forked child: drops the copies of the parent's sockets, whose closing must tell of its death."""
-        self._closed = True
+        self.abandoned = self._closed = True
+        self.pool.abandon()
         self.loop.abandon()
         self._listener.close()
         for connection in self._all:

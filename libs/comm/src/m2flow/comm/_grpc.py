@@ -21,7 +21,7 @@ from m2flow.comm import _frames
 from m2flow.comm._frames import FrameParser, Kind, header
 from m2flow.comm._handshake import VERSION
 from m2flow.comm._loop import Loop
-from m2flow.comm._replies import Awaited
+from m2flow.comm._replies import Awaited, nothing
 from m2flow.comm.errors import CommError
 from m2flow.comm.tls import Tls
 from m2flow.comm.token import TOKEN_KEY, same_token
@@ -34,6 +34,7 @@ CHUNK_BYTES = 1 << 20
 # Chunks read from the network before the io thread has dealt with the first of them.
 _READ_AHEAD = 8
 _GOODBYE_TIMEOUT_S = 1.0
+_WORDS_TIMEOUT_S = 0.2
 _FIELD = b"\x0a"  # of `frames`, the one field of both messages
 _OPTIONS = (
     ("grpc.max_receive_message_length", CHUNK_BYTES + 64),
@@ -98,8 +99,9 @@ class GrpcLink:
         with self._lock:
             return self._drained.wait_for(lambda: self.unsent_bytes <= at_most_bytes or self._closed, timeout_s)
 
-    def read_until(self, awaited: Awaited, timeout_s: float | None) -> None:
-        """Does nothing: a stream is read by its own thread."""
+    def read_until(self, awaited: Awaited, timeout_s: float | None, ask: Callable[[], None] = nothing) -> None:
+        """Calls `ask`; a stream is read by its own thread."""
+        ask()
 
     def interrupt(self, awaited: Awaited) -> None:
         """Does nothing: nobody waits in `read_until`."""
@@ -264,13 +266,15 @@ class Streams:
 
     async def _dial(self, address: str, link: GrpcLink) -> None:
         async with self._open(address) as channel:
+            begin = partial(channel.stream_stream(METHOD, _wrap, _unwrap), metadata=((TOKEN_KEY, self._token),))
             try:
                 await asyncio.wait_for(channel.channel_ready(), self._connect_timeout_s)
             except TimeoutError:
-                reason = f"nothing answered at {address} within {self._connect_timeout_s} s"
+                # Only a call is told why there is no connection, a certificate that is refused say.
+                reason = f"no connection to {address} within {self._connect_timeout_s} s: {await _words(begin())}"
                 self._io_loop.call(partial(link.fail, reason))
                 return
-            call = channel.stream_stream(METHOD, _wrap, _unwrap)(metadata=((TOKEN_KEY, self._token),))
+            call = begin()
             await self._serve(link, call, call)
 
     def _open(self, address: str) -> "grpc.aio.Channel":
@@ -309,6 +313,16 @@ class Streams:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(server.stop(0.2) for server in self._servers))
+
+
+async def _words(call: "grpc.aio.StreamStreamCall[Any, Any]") -> str:
+    """Returns why a call fails, which one without a connection does at once unless nothing at all is heard."""
+    try:
+        words = await asyncio.wait_for(call.details(), _WORDS_TIMEOUT_S)
+    except TimeoutError:
+        return "nothing answers"
+    _, _, last = words.rpartition("last error: ")
+    return last.replace("Socket closed", "it hung up, as a server does that gets no certificate of its authority")
 
 
 async def _ending(*tasks: "asyncio.Task[None]") -> str:

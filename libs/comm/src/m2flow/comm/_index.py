@@ -192,7 +192,7 @@ class ChannelIndex:
     def ack(self, session: Hashable, leases: Iterable[int], *, give_back: bool) -> None:
         """Ends leases for good, or gives their entries back. Unknown ones were given to others meanwhile: ignored."""
         held = self._leases.get(session, {})
-        entries = [held.pop(lease) for lease in leases if lease in held]
+        entries = [entry for lease in leases if (entry := held.pop(lease, None)) is not None]
         if not held:
             self._leases.pop(session, None)
         if give_back:
@@ -499,12 +499,12 @@ class ChannelIndex:
 def _prefix(view: View[Entry], weight: float) -> list[Entry]:
     """Returns the first entries up to a weight: never more, unless the first alone is heavier."""
     taken: list[Entry] = []
-    total = 0.0
+    total, most = 0.0, weight * (1 + _SLACK)
     for entry in view:
-        if taken and (not weight or total + entry.weight > weight * (1 + _SLACK)):
+        total += entry.weight
+        if taken and (total > most or not weight):
             break
         taken.append(entry)
-        total += entry.weight
     return taken
 
 

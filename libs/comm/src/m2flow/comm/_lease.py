@@ -95,7 +95,7 @@ class Lease:
 
 
 class Asked:
-    """A request to a channel's index, under way."""
+    """A request to a channel's index, which goes out when its answer is waited for."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Asked:
         self._key = key
         self._iteration = iteration
         self._deadline = deadline
-        self._id, self._reply = connection.call(Kind.CHANNEL, request.SerializeToString())
+        self._request = request.SerializeToString()
 
     def wait(self) -> list[Lease]:
         """Blocks for the answer; returns the leases in it."""
@@ -125,6 +125,7 @@ class Asked:
 
     def wait_response(self) -> comm_pb2.ChannelResponse:
         """Blocks for the answer, or until the deadline withdraws the request; raises what it says went wrong."""
+        self._id, self._reply = self._connection.call(Kind.CHANNEL, self._request, at_once=False)
         try:
             try:
                 body = self._reply.result(self._deadline.left_s)
@@ -150,6 +151,7 @@ class Asked:
         """Like `wait_response`, on the running event loop."""
         # Whoever awaits has imported it; for all others it would be a quarter of the time to import this package.
         asyncio = sys.modules["asyncio"]
+        self._id, self._reply = self._connection.call(Kind.CHANNEL, self._request, at_once=True)
         events = asyncio.get_running_loop()
         answered = events.create_future()
 

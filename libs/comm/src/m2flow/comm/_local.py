@@ -13,7 +13,7 @@ from m2flow.comm import _frames
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import Kind
 from m2flow.comm._loop import Loop
-from m2flow.comm._replies import Awaited
+from m2flow.comm._replies import Awaited, nothing
 from m2flow.comm.errors import CommError
 
 # What a frame that waits costs beside its body.
@@ -84,8 +84,9 @@ class LocalLink:
             time.sleep(_LOOK_S)
         return True
 
-    def read_until(self, awaited: Awaited, timeout_s: float | None) -> None:
-        """Nothing is read: who answers brings it."""
+    def read_until(self, awaited: Awaited, timeout_s: float | None, ask: Callable[[], None] = nothing) -> None:
+        """Calls `ask`; nothing is read: who answers brings it."""
+        ask()
 
     def interrupt(self, awaited: Awaited) -> None:
         """No thread reads."""

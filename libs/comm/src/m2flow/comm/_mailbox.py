@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 from m2flow.comm._replies import Answer
@@ -63,6 +64,7 @@ class Mailbox:
         with self._lock:
             waiting = self._arrived.get(slot)
             if waiting is None:
+                receiver.add_done_callback(partial(self._withdraw, slot))
                 self._awaited.setdefault(slot, deque()).append(receiver)
                 return receiver
             tree, held_bytes, taken = waiting.popleft()
@@ -109,6 +111,17 @@ class Mailbox:
             f"got a message of {sender!r}, tag {tag!r}, beside {self._waiting_bytes} bytes that nobody has received, "
             f"want at most the quota of {limit}: receive them, or raise it"
         )
+
+    def _withdraw(self, slot: _Slot, receiver: "Future[Tree]") -> None:
+        """Forgets a receiver that was cancelled."""
+        if not receiver.cancelled():
+            return
+        with self._lock:
+            receivers = self._awaited.get(slot)
+            if receivers is not None and receiver in receivers:
+                receivers.remove(receiver)
+                if not receivers:
+                    del self._awaited[slot]
 
     def _next_receiver(self, slot: _Slot) -> "Future[Any] | None":
         receivers = self._awaited.get(slot)

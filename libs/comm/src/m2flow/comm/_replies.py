@@ -14,6 +14,10 @@ _log = logging.getLogger("m2flow.comm")
 _T = TypeVar("_T")
 
 
+def nothing() -> None:
+    """What was asked already is not asked again."""
+
+
 class Awaited(Protocol):
     """What a thread may wait for."""
 
@@ -23,20 +27,22 @@ class Awaited(Protocol):
 class Readable(Protocol):
     """A link that the waiting thread reads."""
 
-    def read_until(self, awaited: Awaited, timeout_s: float | None) -> None: ...
+    def read_until(self, awaited: Awaited, timeout_s: float | None, ask: Callable[[], None] = nothing) -> None: ...
     def interrupt(self, awaited: Awaited) -> None: ...
 
 
 class Reply:
     """The body of a request's answer, once it is there, or what went wrong instead.
 
-    There is one for every message, so it is less than a Future: it takes no lock, and whoever waits brings one.
+    There is one for every message, so it is less than a Future: it takes no lock, and whoever waits brings one. The
+    request goes out by `ask` when its reply is first waited for: an answer that comes at once then finds its reader.
     """
 
-    __slots__ = ("_body", "_callbacks", "_done", "_error", "_link")
+    __slots__ = ("_ask", "_body", "_callbacks", "_done", "_error", "_link")
 
-    def __init__(self, link: Readable) -> None:
+    def __init__(self, link: Readable, ask: Callable[[], None] = nothing) -> None:
         self._link = link
+        self._ask = ask
         self._body = b""
         self._error: Exception | None = None
         self._done = False
@@ -62,7 +68,8 @@ class Reply:
         """Blocks for the body; raises what went wrong, or TimeoutError."""
         if not self._done:
             since = time.monotonic()
-            self._link.read_until(self, timeout_s)
+            ask, self._ask = self._ask, nothing
+            self._link.read_until(self, timeout_s, ask)
             if not self._done:
                 # Another thread reads the link, or nobody may yet.
                 self._wait(None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - since)))

@@ -109,6 +109,7 @@ class Pool:
         self._slabs: dict[int, Segment] = {}
         self._used_bytes = 0
         self._room = threading.Condition()
+        self._abandoned = False
 
     @property
     def size_bytes(self) -> int:
@@ -120,8 +121,10 @@ class Pool:
         """Returns a slot of at least `size_bytes`, held once.
 
         Waits for slots to come back while the quota is used up. Raises CommError when the payload alone exceeds the
-        quota or the system refuses a segment, TimeoutError when nothing came back in time.
+        quota, the system refuses a segment or this is a forked child, TimeoutError when nothing came back in time.
         """
+        if self._abandoned:
+            raise CommError("got a payload for an endpoint of the parent process, want one made after the fork")
         size = _slot_bytes(size_bytes)
         if size > self.quota_bytes:
             raise CommError(
@@ -140,11 +143,15 @@ class Pool:
 
     def hold(self, slot: Slot) -> None:
         """Holds a slot once more: for another reader."""
+        if self._abandoned:
+            return
         with self._room:
             slot.holds += 1
 
     def let_go(self, slot: Slot, *, abandoned: bool = False) -> None:
         """Ends one hold; the last one gives the slot back. `abandoned`: somebody may still read it, for ever."""
+        if self._abandoned:
+            return
         with self._room:
             segment = slot.segment
             slot.abandoned |= abandoned
@@ -167,8 +174,17 @@ class Pool:
 
     def trim(self) -> None:
         """Gives the memory of all that is not in use back to the system."""
+        if self._abandoned:
+            return
         with self._room:
             self._drop_unused(0)
+
+    def abandon(self) -> None:
+        """In a forked child: leaves all as it is from now on. The memory is the parent's, and its readers'.
+
+        No lock can be trusted there, so none is taken.
+        """
+        self._abandoned = True
 
     def _make_room(self, size: int) -> bool:
         if self._used_bytes + size > self.quota_bytes:

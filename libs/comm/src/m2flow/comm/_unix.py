@@ -21,7 +21,7 @@ from m2flow.comm import _frames
 from m2flow.comm._frames import Kind
 from m2flow.comm._loop import READ, WRITE, Loop
 from m2flow.comm._receiver import Receiver
-from m2flow.comm._replies import Awaited
+from m2flow.comm._replies import Awaited, nothing
 from m2flow.comm.errors import CommError
 
 _MAX_BATCH = 64
@@ -60,6 +60,8 @@ class UnixLink:
         self._left: deque[_Frame | str] = deque()
         self._waiting: Awaited | None = None
         self._waiting_thread = 0
+        # The one that waits, while it deals with what it has read.
+        self._dealing_thread = 0
         self._poll: select.poll | None = None
         self._wake = -1
         self.body_limit = _frames.MAX_HELLO_BYTES
@@ -88,7 +90,7 @@ class UnixLink:
                 raise BrokenPipeError("the link is closed")
             was_idle = not self._out and self._socket is not None
             # A thread that deals with a frame while it waits first gets on with its own.
-            writes = was_idle and self._waiting_thread != threading.get_ident()
+            writes = was_idle and self._dealing_thread != threading.get_ident()
             if writes and fd is None:
                 assert self._socket is not None
                 try:
@@ -264,18 +266,20 @@ class UnixLink:
 
     # Reading, on a thread that waits.
 
-    def read_until(self, awaited: Awaited, timeout_s: float | None) -> None:
-        """Reads on the calling thread until what it waits for is done or the time is over.
+    def read_until(self, awaited: Awaited, timeout_s: float | None, ask: Callable[[], None] = nothing) -> None:
+        """Calls `ask`, and reads on the calling thread until what it waits for is done or the time is over.
 
         Returns at once where another thread reads already, or the other end has yet to be believed.
         """
-        if self.body_limit == _frames.MAX_HELLO_BYTES:
-            return
         try:
-            if self._reading.acquire(blocking=False):
-                if self._begin_waiting(awaited):
-                    self._wait(awaited, timeout_s)
-                    self._end_waiting()
+            reads = self.body_limit != _frames.MAX_HELLO_BYTES and self._reading.acquire(blocking=False)
+            waits = reads and self._begin_waiting(awaited)
+            # Only now: an answer that comes at once wakes no other thread.
+            ask()
+            if waits:
+                self._wait(awaited, timeout_s)
+                self._end_waiting()
+            if reads:
                 self._reading.release()
         except BaseException:
             # A KeyboardInterrupt may come between any two steps: what this thread has not yet undone is undone.
@@ -332,6 +336,7 @@ class UnixLink:
         ended = False
         thread = threading.get_ident()
         try:
+            self._dealing_thread = thread
             self._loop.readers.add(thread)
             self._receive(self._take_or_leave)
         except CommError as error:
@@ -339,6 +344,7 @@ class UnixLink:
             ended = True
         finally:
             self._loop.readers.discard(thread)
+            self._dealing_thread = 0
         if self._left:
             self._loop.call(self._deal_with_left)
         return not ended

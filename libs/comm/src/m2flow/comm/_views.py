@@ -65,46 +65,48 @@ class Queue(Generic[E]):
     """All queued entries. Views of one shape, such as by key, are kept from the first time that one is asked for."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, E] = {}
         self._views: dict[Filter, View[E]] = {}
-        # Which of an entry's filters have views.
-        self._shapes: list[int] = []
+        # Which of an entry's filters have views: the first one always, so that every entry is in one of them.
+        self._shapes = [0]
+        self._size = 0
         self.weight = 0.0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._size
 
     def view(self, wanted: Filter) -> View[E] | None:
         """Returns the entries that pass a filter; None when there are none."""
         shape = (wanted.key is not None) * 2 + (wanted.iteration is not None)
         if shape not in self._shapes:
+            everything = self.all()
             self._shapes.append(shape)
-            for entry in self.all():
-                for passed in entry.filters[shape : shape + 1]:
-                    self._add(passed, entry)
+            self._append(shape, everything)
         return self._views.get(wanted)
 
     def all(self) -> list[E]:
         """Returns every queued entry, in order."""
-        return [self._entries[order] for order in sorted(self._entries)]
+        of_all = [view for passed, view in self._views.items() if passed.key is None and passed.iteration is None]
+        return sorted((entry for view in of_all for entry in view), key=lambda entry: entry.order)
 
     def append(self, entries: Sequence[E]) -> None:
         """Adds entries whose orders are the newest."""
-        for entry in entries:
-            self._entries[entry.order] = entry
-            self.weight += entry.weight
+        self._size += len(entries)
+        self.weight += sum([entry.weight for entry in entries])
         for shape in self._shapes:
-            wanted: Filter | None = None
-            view: View[E] = View()
-            for entry in entries:
-                if shape >= len(entry.filters):
-                    continue
-                # Those of one message mostly go to one view.
-                if entry.filters[shape] is not wanted:
-                    wanted = entry.filters[shape]
-                    view = self._view(wanted)
-                view.entries[entry.order] = entry
-                view.weight += entry.weight
+            self._append(shape, entries)
+
+    def _append(self, shape: int, entries: Sequence[E]) -> None:
+        wanted: Filter | None = None
+        view: View[E] = View()
+        for entry in entries:
+            if shape >= len(entry.filters):
+                continue
+            # Those of one message mostly go to one view.
+            if entry.filters[shape] is not wanted:
+                wanted = entry.filters[shape]
+                view = self._view(wanted)
+            view.entries[entry.order] = entry
+            view.weight += entry.weight
 
     def _view(self, wanted: Filter) -> View[E]:
         view = self._views.get(wanted)
@@ -112,39 +114,37 @@ class Queue(Generic[E]):
             view = self._views[wanted] = View()
         return view
 
-    def _add(self, wanted: Filter, entry: E) -> None:
-        view = self._view(wanted)
-        view.entries[entry.order] = entry
-        view.weight += entry.weight
-
     def restore(self, entries: Iterable[E]) -> None:
         """Adds entries that come back; cheapest when they are given last first."""
         for entry in entries:
-            self._entries[entry.order] = entry
+            self._size += 1
             self.weight += entry.weight
             for shape in self._shapes:
                 for wanted in entry.filters[shape : shape + 1]:
                     self._view(wanted).restore(entry)
 
-    def remove(self, entries: Iterable[E]) -> None:
+    def remove(self, entries: Sequence[E]) -> None:
         """Takes entries out of all their views."""
-        views = self._views
+        self._size -= len(entries)
+        # An empty sum is exactly zero again, whatever rounding the weights left.
+        self.weight = self.weight - sum([entry.weight for entry in entries]) if self._size else 0.0
+        for shape in self._shapes:
+            self._remove(shape, entries)
+
+    def _remove(self, shape: int, entries: Sequence[E]) -> None:
+        wanted: Filter | None = None
+        view: View[E] = View()
         for entry in entries:
-            order = entry.order
-            del self._entries[order]
-            self.weight -= entry.weight
-            filters = entry.filters
-            for shape in self._shapes:
-                if shape < len(filters):
-                    view = views[filters[shape]]
-                    del view.entries[order]
-                    if view.entries:
-                        view.weight -= entry.weight
-                    else:
-                        del views[filters[shape]]
-        if not self._entries:
-            # An empty sum is exactly zero again, whatever rounding the weights left.
-            self.weight = 0.0
+            if shape >= len(entry.filters):
+                continue
+            if entry.filters[shape] is not wanted:
+                wanted = entry.filters[shape]
+                view = self._views[wanted]
+            del view.entries[entry.order]
+            view.weight -= entry.weight
+            if not view.entries:
+                del self._views[wanted]
+                wanted = None
 
     def num_views(self) -> int:
         """Returns how many views hold something: the state that keys and iterations cost."""

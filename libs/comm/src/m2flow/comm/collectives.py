@@ -4,6 +4,8 @@ Every rank calls the same collectives in the same order. Each call returns a han
 are made of sends and receives, so what holds for those holds here: payloads are any trees, and a dead rank is named.
 """
 
+import concurrent.futures
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -50,28 +52,35 @@ class Handle(Generic[T]):
 
     def done(self) -> bool:
         """Says whether `wait` would return, or raise, at once."""
-        return all(future.done() for _, future in self._parts)
+        return bool(self._failed()) or all(future.done() for _, future in self._parts)
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """Blocks for the result. Raises PeerLostError for a rank that died, TimeoutError_ naming those waited for."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        results = []
-        for _, future in self._parts:
-            try:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                results.append(future.result(left))
-            except TimeoutError:
-                missing = ", ".join(sorted({peer for peer, other in self._parts if not other.done()}))
-                elapsed_s = time.monotonic() - self._since
-                raise TimeoutError_(channel=self._what, key=None, peer=missing, elapsed_s=elapsed_s) from None
-        return self._finish(results)
+        """Blocks for the result. Raises PeerLostError for a rank that died, as soon as one has; TimeoutError_ naming
+        those that are missing, and only those.
+        """
+        futures = [future for _, future in self._parts]
+        if len(futures) == 1:
+            with contextlib.suppress(TimeoutError):
+                # Who waits for one alone reads its link meanwhile.
+                futures[0].exception(timeout_s)
+        else:
+            concurrent.futures.wait(futures, timeout_s, return_when=concurrent.futures.FIRST_EXCEPTION)
+        for failed in self._failed():
+            failed.result()
+        if missing := {peer for peer, future in self._parts if not future.done()}:
+            elapsed_s = time.monotonic() - self._since
+            raise TimeoutError_(channel=self._what, key=None, peer=", ".join(sorted(missing)), elapsed_s=elapsed_s)
+        return self._finish([future.result() for future in futures])
+
+    def _failed(self) -> "list[Future[Any]]":
+        return [future for _, future in self._parts if future.done() and future.exception() is not None]
 
 
 class RankGroup:
     """The ranks of one group, by name and in order, seen from one of them.
 
     Each collective returns its handle at once and blocks for the copies only. It raises PayloadError for a tree that
-    cannot be encoded, ValueError where not every rank is given one; `root` is a rank, 0 to the number of ranks.
+    cannot be encoded, ValueError where not every rank is given one or `root` is none of the ranks, which begin with 0.
     """
 
     def __init__(self, backend: Backend, name: str, members: Sequence[str]) -> None:
@@ -87,14 +96,14 @@ class RankGroup:
 
     def broadcast(self, tree: Tree, *, root: int) -> Handle[Tree]:
         """Gives the root's tree to all; the others' argument is ignored."""
-        tag = self._tag("broadcast")
+        tag = self._tag("broadcast", root)
         if self.rank == root:
             return self._handle(tag, [self._send(peer, tree, tag) for peer in self._others()], lambda _: tree)
         return self._handle(tag, [self._recv(self.members[root], tag)], lambda got: got[0])
 
     def scatter(self, trees: Sequence[Tree] | None, *, root: int) -> Handle[Tree]:
         """Gives rank i the root's i-th tree; the others give None."""
-        tag = self._tag("scatter")
+        tag = self._tag("scatter", root)
         if self.rank != root:
             return self._handle(tag, [self._recv(self.members[root], tag)], lambda got: got[0])
         parts = self._one_each("scatter", trees or ())
@@ -103,7 +112,7 @@ class RankGroup:
 
     def gather(self, tree: Tree, *, root: int) -> Handle[list[Tree] | None]:
         """Collects every rank's tree at the root, in order of rank; the others get None."""
-        tag = self._tag("gather")
+        tag = self._tag("gather", root)
         if self.rank != root:
             return self._handle(tag, [self._send(self.members[root], tree, tag)], lambda _: None)
         return self._handle(tag, [self._recv(peer, tag) for peer in self._others()], lambda got: self._with(tree, got))
@@ -139,7 +148,9 @@ class RankGroup:
     def _others(self) -> list[str]:
         return [name for name in self.members if name != self._backend.name]
 
-    def _tag(self, what: str) -> str:
+    def _tag(self, what: str, root: int = 0) -> str:
+        if not 0 <= root < len(self.members):
+            raise ValueError(f"{what}: got root {root}, want a rank, 0 to {len(self.members) - 1}")
         self._num_calls += 1
         return f"{self.name}/{what}/{self._num_calls}"
 

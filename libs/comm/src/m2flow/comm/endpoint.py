@@ -183,7 +183,7 @@ class Endpoint:
         """
         self._fabric.check_may_wait(f"request {service}.{method}")
         deadline = Deadline(timeout_s)
-        connection, reply = self._call(peer, service, method, args, deadline)
+        connection, reply = self._call(peer, service, method, args, deadline, at_once=False)
         try:
             body = reply.result(deadline.left_s)
         except TimeoutError:
@@ -207,7 +207,7 @@ class Endpoint:
 
     def _request_async(self, peer: str, service: str, method: str, args: Tree, deadline: Deadline) -> "Future[Tree]":
         result: Answer[Tree] = Answer()
-        connection, reply = self._call(peer, service, method, args, deadline)
+        connection, reply = self._call(peer, service, method, args, deadline, at_once=True)
         result.link = connection.link
 
         def resolve(body: bytes) -> None:
@@ -243,7 +243,9 @@ class Endpoint:
         """
         self._lost_callbacks.append(callback)
 
-    def _call(self, peer: str, service: str, method: str, args: Tree, deadline: Deadline) -> tuple[Connection, Reply]:
+    def _call(
+        self, peer: str, service: str, method: str, args: Tree, deadline: Deadline, *, at_once: bool
+    ) -> tuple[Connection, Reply]:
         encoded = encode(args)
         connection = self._fabric.connection(peer)
         if not connection.wait_for_room(deadline):
@@ -259,7 +261,7 @@ class Endpoint:
         except (TypeError, ValueError) as error:
             connection.take_back([payload])
             raise ValueError(f"got {service!r} and {method!r} for {peer!r}, want two strs: {error}") from error
-        return connection, connection.call(Kind.CALL, request.SerializeToString())[1]
+        return connection, connection.call(Kind.CALL, request.SerializeToString(), at_once=at_once)[1]
 
     def _on_gone(self, connection: Connection, lost: bool) -> None:
         self._host.on_gone(connection)
@@ -460,8 +462,10 @@ class Endpoint:
     def close(self) -> None:
         """Says goodbye to all peers and frees threads, sockets and memory; may be called twice.
 
-        Blocks until the goodbyes are sent, at most a second a peer.
+        Blocks until the goodbyes are sent, at most a second a peer. Does nothing in a forked child.
         """
+        if self._fabric.abandoned:
+            return
         self._fabric.close()
         self._executor.close()
         self._weights.close()

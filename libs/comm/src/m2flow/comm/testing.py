@@ -1,6 +1,7 @@
 """What every backend must do, as tests to inherit: implement the seam, name a fixture `ranks`, and these run on it."""
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,17 @@ class PatientConformance(BackendConformance):
         assert not handle.done()
         with pytest.raises(TimeoutError_, match=r"g/barrier/1'?: waited 0\.\d+ s for r1, r2"):
             handle.wait(0.05)
+
+    def test_a_collective_that_waits_too_long_does_not_name_who_is_there(self, ranks: Ranks) -> None:
+        here, there, _ = (RankGroup(rank, "g", ["r0", "r1", "r2"]) for rank in ranks)
+        there.barrier()
+        handle = here.barrier()
+        since, missing = time.monotonic(), ""
+        while missing != "r2":
+            assert time.monotonic() - since < 20, f"{missing} missing, want r2 alone"
+            with pytest.raises(TimeoutError_) as caught:
+                handle.wait(0.02)
+            missing = caught.value.peer
 
     def test_a_cancelled_receive_takes_nothing(self, ranks: Ranks) -> None:
         a, b, _ = ranks

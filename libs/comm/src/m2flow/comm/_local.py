@@ -60,7 +60,9 @@ class LocalLink:
         if other is None:
             raise BrokenPipeError("the link is closed")
         copied = bytes(body), None if fd is None else os.dup(fd)
-        other._loop.work(partial(other._deal_with, kind, request_id, *copied))
+        # A descriptor is sent under the connection's lock, which what else there is to deal with may want.
+        brought = other._loop.work if fd is None else other._loop.call
+        brought(partial(other._deal_with, kind, request_id, *copied))
         other._count(_FRAME_BYTES + len(body))
 
     def _count(self, size_bytes: int) -> None:

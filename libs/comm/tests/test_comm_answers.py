@@ -1,6 +1,7 @@
 """Answers: every call is answered, whatever its handler raises and however little memory is left."""
 
 import asyncio
+import queue
 import sys
 import time
 from concurrent.futures import Future
@@ -45,7 +46,7 @@ def test_whatever_a_handler_raises_its_caller_is_told_and_others_are_answered(
 
 def test_a_users_interrupt_of_a_handler_on_the_main_thread_is_the_users(make_endpoint: Any) -> None:
     a, b = make_endpoint("a"), make_endpoint("b")
-    asked: list[Future[Any]] = []
+    asked: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
 
     def interrupted(request: Any) -> None:
         raise KeyboardInterrupt
@@ -53,7 +54,7 @@ def test_a_users_interrupt_of_a_handler_on_the_main_thread_is_the_users(make_end
     def ask_back(request: Any) -> "Future[None]":
         # By then the main thread waits, and reads what comes.
         time.sleep(0.1)
-        asked.append(b.request_async("a", "interrupted", ""))
+        asked.put(b.request_async("a", "interrupted", ""))
         return Future()
 
     a.handle("interrupted", interrupted, prompt=True)
@@ -63,7 +64,7 @@ def test_a_users_interrupt_of_a_handler_on_the_main_thread_is_the_users(make_end
     with pytest.raises(KeyboardInterrupt):
         a.request("b", "ask back", "", timeout_s=5)
     with pytest.raises(RemoteError, match="KeyboardInterrupt in 'a'"):
-        asked[0].result(5)
+        asked.get(timeout=5).result(5)
 
 
 def test_a_callback_that_exits_ends_no_thread_of_an_endpoint(

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,7 @@ from m2flow.comm import (
     _torch,
     encode,
 )
-from m2flow.comm.collectives import RankGroup, move_rows, spans
+from m2flow.comm.collectives import Handle, RankGroup, move_rows, spans
 from m2flow.comm.process_group import ProcessGroupBackend
 from m2flow.comm.testing import PatientConformance, Ranks
 
@@ -196,6 +196,18 @@ def test_a_collective_fails_with_the_first_rank_that_is_lost(make_endpoint: Any,
             handle.wait(timeout_s)
         assert handle.done()
     closing.join()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_failed_by_a_time_out_of_its_own_is_not_taken_for_missing(num_ranks: int) -> None:
+    parts: list[tuple[str, Future[None]]] = [(name, Future()) for name in NAMES[:num_ranks]]
+    error = TimeoutError_(channel="c", key=None, peer="somebody else", elapsed_s=1.0)
+    failing = threading.Timer(0.02, parts[-1][1].set_exception, [error])
+    failing.start()
+    with pytest.raises(TimeoutError_) as caught:
+        Handle("what", parts, list).wait(20)
+    assert caught.value is error
+    failing.join()
 
 
 @pytest.mark.parametrize("root", [-1, 3])

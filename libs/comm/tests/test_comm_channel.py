@@ -22,6 +22,7 @@ from m2flow.comm import (
     PeerLostError,
     Put,
     TimeoutError_,
+    _lease,
 )
 from m2flow.comm._frames import HEADER, Kind
 from m2flow.comm._unix import UnixLink
@@ -315,6 +316,78 @@ def test_a_cancelled_async_get_loses_no_item(ends: Any) -> None:
 
     asyncio.run(main())
     assert consumer.stats().queued == consumer.stats().leased == 0
+
+
+def test_a_cancelled_async_put_has_no_later_effect(ends: Any) -> None:
+    _, producer, consumer = ends
+    producer.put_many([Put(item=index) for index in range(4)])
+
+    async def main() -> None:
+        for item in (np.zeros(8 << 20), "small"):
+            for pause_s in (0.0, 0.001, 0.02):
+                pending = asyncio.create_task(producer.aput(item))
+                await asyncio.sleep(pause_s)
+                pending.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await pending
+                assert consumer.stats().waiting_producers == 0
+        leases = [await consumer.aget() for _ in range(4)]
+        assert [lease.item for lease in leases] == [0, 1, 2, 3]
+
+    asyncio.run(main())
+    assert consumer.stats().queued == 0
+    while producer._connect("host")._lent:
+        time.sleep(0.001)  # until its memory is back
+
+
+def test_an_async_put_that_waits_for_memory_can_be_cancelled(make_endpoint: Any) -> None:
+    host, producer = make_endpoint("host"), make_endpoint("p", quota_bytes=4 << 20)
+    host.host_channel("q", producers=["p"], consumers=["host"])
+    channel = producer.channel("q", host="host")
+    channel.put(np.zeros(3 << 20, np.uint8))
+
+    async def main() -> None:
+        pending = asyncio.create_task(channel.aput(np.zeros(2 << 20, np.uint8)))
+        await asyncio.sleep(0.05)
+        pending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pending
+
+    asyncio.run(main())  # which ends when the thread does that waited
+    assert host.channel("q", host="host").stats().put == 1
+
+
+def test_a_batch_is_no_longer_than_its_reader_takes(make_endpoint: Any) -> None:
+    host = make_endpoint("host", token="t")
+    host.host_channel("q", producers=["host"], consumers=["c"])
+    producer = host.channel("q", host="host")
+    producer.put_many([Put(item=bytes(30_000), id=str(index)) for index in range(8)])
+    with Endpoint(host.directory, "c", token="t", by_reference=False, max_payload_bytes=100_000) as reader:
+        consumer = reader.channel("q", host="host")
+        taken = [[lease.id for lease in consumer.get_batch(8, at_least=1)] for _ in range(3)]
+    assert taken == [["0", "1", "2"], ["3", "4", "5"], ["6", "7"]]
+
+
+def test_what_no_message_can_hold_is_refused_in_words(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, producer, consumer = ends
+    monkeypatch.setattr(_lease, "MAX_MESSAGE_BYTES", 100_000)
+    items = [Put(item=bytes(30_000)), Put(item=bytes(100_000)), *[Put(item=bytes(30_000))] * 3]
+    with pytest.raises(PayloadError, match=r"got a message of 120\d\d\d bytes, want at most 100000: put fewer items"):
+        producer.put_many(items)
+    assert producer._connect("host")._lent == {}
+    assert consumer.stats().put == 0
+
+
+def test_a_tombstone_says_why_where_nobody_has_said_it(ends: Any) -> None:
+    _, producer, consumer = ends
+    producer.put_tombstone(id="a", iteration=0, reason=str(AssertionError()))
+    assert consumer.get().tombstone == "no reason given"
+    assert consumer.stats().tombstones == 1
+
+
+def test_nothing_is_put_with_an_empty_key(ends: Any) -> None:
+    with pytest.raises(ValueError, match="get: got key '', want one that items are put with: None takes any"):
+        ends[2].get(key="", timeout_s=1)
 
 
 def test_async_forms_put_and_take(ends: Any) -> None:

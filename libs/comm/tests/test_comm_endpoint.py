@@ -581,6 +581,7 @@ def test_a_request_that_is_interrupted_gives_its_answers_memory_back(
     make_endpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(reply: Reply, timeout_s: float | None = None) -> bytes:
+        reply._ask()
         raise KeyboardInterrupt
 
     a, b = make_endpoint("a"), make_endpoint("b")

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from m2flow.comm._index import Caller, ChannelIndex, Entry, Held, Refusal
+from m2flow.comm._entries import Entry, Held
+from m2flow.comm._index import ChannelIndex
 from m2flow.comm._views import Filter
+from m2flow.comm._waiting import Caller, Refusal
 
 
 class Memory(Held):
@@ -62,11 +64,11 @@ class Driver:
         asked = Asked()
         return Caller(member, member, self._num_requests, asked), asked
 
-    def put(self, *ids: str, by: str = "p", wait: bool = True, **fields: Any) -> Asked:
+    def put(self, *ids: str, by: str = "p", wait: bool = True, size_bytes: int = 0, **fields: Any) -> Asked:
         caller, asked = self._caller(by)
         defaults = {"key": "", "weight": 1.0, "iteration": 0, "tombstone": ""}
         entries = [Entry(id=id, producer=by, payload=Memory(), **{**defaults, **fields}) for id in ids]
-        self.index.put(caller, entries, wait=wait)
+        self.index.put(caller, entries, wait=wait, size_bytes=size_bytes)
         return asked
 
     def get(
@@ -77,9 +79,10 @@ class Driver:
         by: str = "c",
         key: str | None = None,
         iteration: int | None = None,
+        most_bytes: int = 1 << 30,
     ) -> Asked:
         caller, asked = self._caller(by)
-        self.index.get(caller, Filter(key, iteration), weight, at_least)
+        self.index.get(caller, Filter(key, iteration), weight, at_least, most_bytes)
         return asked
 
     def last_request(self) -> int:
@@ -190,11 +193,32 @@ def test_a_get_of_another_key_does_not_wait() -> None:
 def test_a_batch_larger_than_the_room_takes_what_is_there() -> None:
     q = Driver(capacity=2)
     batch = q.get(5)
-    q.put("1", "2")
+    q.put("1")
     assert batch.waits
-    late = q.put("3")
+    q.put("2")
     assert batch.ids == ["1", "2"]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_put_that_finds_no_room_lets_a_batch_take_what_is_there(wait: bool) -> None:
+    q = Driver(capacity=2)
+    batch = q.get(5, key="k")
+    q.put("1", key="k")
+    q.put("2")
+    assert batch.waits
+    late = q.put("3", wait=wait)
+    assert batch.ids == ["1"]
     assert late.ids == []
+    assert q.put("4", wait=False).refused == "ChannelFullError"
+
+
+def test_a_batch_holds_what_one_answer_can_and_the_rest_stays_queued() -> None:
+    q = Driver()
+    for name in "abcd":
+        q.put(name, key="n" * 100, size_bytes=1_000)
+    assert q.get(4, most_bytes=1_200).ids == ["a", "b"], "128 bytes each, and four for each letter"
+    assert q.get(2, most_bytes=1).ids == ["c"]
+    assert q.get(1, most_bytes=1).ids == ["d"]
 
 
 def test_the_tail_is_flushed_and_each_consumer_hears_the_end() -> None:
@@ -222,6 +246,44 @@ def test_a_put_after_the_end_of_an_iteration_is_an_error() -> None:
     q = Driver()
     q.end(0)
     assert q.put("1").refused == "CommError"
+
+
+def test_what_waits_for_room_has_not_ended() -> None:
+    q = Driver(capacity=1)
+    q.put("filler", iteration=1, key="a")
+    put = q.put("1", iteration=0, key="b")
+    q.end(0)
+    tail = q.get(8, iteration=0)
+    q.close()
+    by_key, other = q.get(key="b", by="d"), q.get(key="c", by="d")
+    assert tail.waits
+    assert by_key.waits
+    assert other.refused == "ChannelClosedError"
+    assert q.get().ids == ["filler"]
+    assert put.ids == []
+    assert tail.ids == ["1"]
+    assert by_key.refused == "ChannelClosedError"
+
+
+def test_what_waited_for_room_in_vain_has_ended() -> None:
+    q = Driver(capacity=1)
+    q.put("1")
+    q.ack(q.get())
+    q.put("filler", iteration=1)
+    q.put("1")
+    q.end(0)
+    doubled = q.get(iteration=0)
+    assert doubled.waits
+    q.get(iteration=1)
+    assert doubled.refused == "IterationEnded", "it is dropped as it comes in"
+    q.put("another", iteration=1)
+    q.put("2", iteration=2)
+    cancelled = q.last_request()
+    q.end(2)
+    waiting = q.get(iteration=2)
+    assert waiting.waits
+    q.index.cancel("p", cancelled)
+    assert waiting.refused == "IterationEnded"
 
 
 def test_close_lets_consumers_drain() -> None:
@@ -362,6 +424,60 @@ def test_many_fresh_keys_leave_nothing_behind_and_their_ids_nothing_once_the_ite
     q.end(0)
     assert len(q.index._seen) == 0
     assert len(q.index._queue._views) == 0
+
+
+@pytest.mark.parametrize("by", ["p", "a driver"])
+def test_of_a_closed_and_drained_channel_nothing_is_remembered(by: str) -> None:
+    q = Driver()
+    q.put("1", "2", key="k")
+    q.ack(q.get())
+    q.close(by=by)
+    assert q.put("1").refused == "ChannelClosedError"
+    q.ack(q.get())
+    assert (q.index.num_states(), len(q.index._seen)) == (0, 0)
+
+
+def test_a_weight_is_not_lost_beside_one_that_is_much_greater() -> None:
+    q = Driver()
+    q.put("heavy", weight=2.0**53)
+    q.put(*"abcd", weight=0.25)
+    assert q.get().ids == ["heavy"]
+    assert q.index.queued_weight == 1.0
+    assert q.get(1.0).ids == list("abcd")
+
+
+@pytest.mark.timeout(6)
+@pytest.mark.parametrize("route", ["any", "by_key"])
+def test_what_a_dead_consumer_leaves_moves_at_once_and_in_order(route: str) -> None:
+    q = Driver(route=route)
+    for member in "cd":
+        for key, iteration in [("none", None), (None, 9), ("none", 9)]:
+            q.get(1, at_least=0, by=member, key=key, iteration=iteration)
+    for index in range(20_000):
+        q.put(str(index), key=f"k{index % 100}", iteration=index % 3)
+    mine = [key for key in map("k{}".format, range(100)) if route == "any" or q.index.members.route_of(key) == "c"]
+    for key in mine[::2]:
+        q.get(key=key)
+    q.get(8)
+    assert q.index.num_leased == len(mine[::2]) + 8
+    q.die("c")
+    assert q.index.counts.regiven == len(mine[::2]) + 8
+    for wanted, view in q.index._queue._views.items():
+        orders = [entry.order for entry in view]
+        assert orders == sorted(orders)
+        assert all(wanted in entry.filters for entry in view)
+    assert q.get(20_000, by="d").ids == [str(index) for index in range(20_000)]
+
+
+def test_who_waits_for_the_leases_of_the_dead_has_them_in_the_order_of_their_key() -> None:
+    q = Driver(route="by_key")
+    key = next(key for key in "abcdefgh" if q.index.members.route_of(key) == "c")
+    q.put("1", "2", "3", key=key)
+    first, _ = q.get(), q.get()
+    q.ack(first, give_back=True)
+    waiting = [q.get(by="d", key=key) for _ in range(3)]
+    q.die("c")
+    assert [get.ids for get in waiting] == [["1"], ["2"], ["3"]]
 
 
 def test_a_route_puts_a_key_on_one_consumer_for_as_long_as_it_lives() -> None:
@@ -519,6 +635,17 @@ def test_a_consumer_that_closes_gives_its_leases_back() -> None:
     assert q.put("2").refused == "ChannelClosedError"
 
 
-def test_by_key_needs_someone_to_route_to() -> None:
-    with pytest.raises(ValueError, match="no consumers"):
-        ChannelIndex("q", capacity=0, producers=["p"], consumers=[], route="by_key")
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"consumers": [], "route": "by_key"}, "got no consumers, want at least one to route keys to"),
+        ({"capacity": -1}, "got capacity -1, want 1 or more, or 0 for no bound"),
+        ({"route": "by-key"}, "got route 'by-key', want 'any' or 'by_key'"),
+        ({"producers": "ab"}, r"got producers 'ab', want a list of names: give it \['ab'\]"),
+        ({"consumers": "c"}, "got consumers 'c', want a list of names"),
+    ],
+    ids=str,
+)
+def test_a_channel_that_cannot_be_is_refused(settings: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValueError, match=f"channel 'q': {fault}"):
+        Driver(**settings)

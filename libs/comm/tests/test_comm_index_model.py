@@ -7,8 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from m2flow.comm._index import Caller, ChannelIndex, Entry, Held, Refusal
+from m2flow.comm._entries import Entry, Held
+from m2flow.comm._index import ChannelIndex
 from m2flow.comm._views import Filter
+from m2flow.comm._waiting import Caller, Refusal
 
 PRODUCERS, SPARES, CONSUMERS = ["p", "q"], ["r", "s"], ["c", "d", "e"]
 CAPACITY = 5
@@ -77,6 +79,16 @@ class ChannelMachine(RuleBasedStateMachine):
     def wanted_by(self, get: Get) -> Filter:
         return get.wanted._replace(route=get.member if self.route == "by_key" else "")
 
+    def waits_to_be_put(self, get: Get) -> bool:
+        """Says whether something that a get could have was accepted and has no room yet."""
+        return any(
+            get.wanted.key in (None, entry.key)
+            and get.wanted.iteration in (None, entry.iteration)
+            and (self.route == "any" or self.index.members.route_of(entry.key) == get.member)
+            for put in self.index._waiting.puts
+            for entry in put.entries
+        )
+
     @rule(
         member=st.sampled_from(PRODUCERS * 3 + SPARES),
         count=st.integers(1, 3),
@@ -107,12 +119,15 @@ class ChannelMachine(RuleBasedStateMachine):
             wrong = ("CommError",)
         if owed and (all(part.closed for part in owed) or self.closed == set(CONSUMERS)):
             wrong = ("ChannelClosedError",)
-        if not wrong and not wait and (self.index.num_queued + count > CAPACITY or self.index.num_waiting_puts):
+        crowded = not wait and (self.index.num_queued + count > CAPACITY or self.index.num_waiting_puts > 0)
+        if not wrong and crowded:
             wrong = ("ChannelFullError",)
         self.offered += entries
         self.index.put(Caller(self.session(member), member, self.requests, answer), entries, wait=wait)
-        if wrong:
+        if wrong and not (crowded and answers[0] is None):
             assert answers[0] is not None
+            for get in self.gets if crowded and answers[0].type == "ChannelFullError" else ():
+                assert get.answered or self.index._queue.view(self.wanted_by(get)) is None, "not all was given out"
             return
         assert wait or answers, "asked not to wait, and waits"
         for part in owed:
@@ -151,10 +166,12 @@ class ChannelMachine(RuleBasedStateMachine):
                 case "IterationEnded":
                     assert iteration is not None
                     assert self.over(iteration)
+                    assert not self.waits_to_be_put(get)
                 case "PeerLostError":
                     assert any(owed.lost and not owed.closed for owed in self.owed)
                 case "ChannelClosedError":
-                    assert member in self.closed or all(owed.closed for owed in self.owed)
+                    drained = all(owed.closed for owed in self.owed) and not self.waits_to_be_put(get)
+                    assert member in self.closed or drained
 
         self.gets.append(get)
         caller = Caller(self.session(member), member, self.requests, answer)
@@ -264,15 +281,26 @@ class ChannelMachine(RuleBasedStateMachine):
             iteration = get.wanted.iteration
             if view is not None:
                 assert get.weight > sum(entry.weight for entry in view) - 1e-6
+                if self.index.num_queued >= CAPACITY:
+                    assert len(view.entries) < self.index.num_queued
+                    assert self.index.num_waiting_puts == 0
             else:
-                assert iteration is None or not self.over(iteration)
-                assert not all(owed.closed for owed in self.owed)
+                waits = self.waits_to_be_put(get)
+                assert waits or iteration is None or not self.over(iteration)
+                assert waits or not all(owed.closed for owed in self.owed)
                 assert not any(
                     owed.lost and not owed.closed and (iteration is None or iteration not in owed.ended)
                     for owed in self.owed
                 )
         if self.closed == set(CONSUMERS):
             assert self.index.num_waiting_puts == 0
+
+    @invariant()
+    def nothing_is_remembered_of_what_is_closed_and_drained(self) -> None:
+        left = self.index.num_queued + self.index.num_leased + self.index.num_waiting_puts
+        if all(owed.closed for owed in self.owed) and not left:
+            assert not self.index._seen
+            assert not self.index._remaining
 
     @invariant()
     def each_queued_item_is_for_one_who_lives(self) -> None:

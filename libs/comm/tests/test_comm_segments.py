@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from m2flow.comm import CommError, Endpoint, PayloadError, PeerLostError, RemoteError, _mappings, _segments
+from m2flow.comm._deadline import Deadline
 from m2flow.comm._mappings import Mapped
 from m2flow.comm._receiver import Receiver
 from m2flow.comm._segments import Pool, Slot
@@ -30,7 +31,7 @@ def pool() -> Pool:
 
 
 def written(pool: Pool, size_bytes: int) -> Slot:
-    slot = pool.take(size_bytes, timeout_s=0)
+    slot = pool.take(size_bytes, Deadline(0.0))
     slot.view(size_bytes)[:] = 1
     return slot
 
@@ -55,12 +56,12 @@ def test_free_slots_beside_one_in_use_make_room_for_other_sizes(pool: Pool) -> N
     held, *others = [written(pool, MIB) for _ in range(60)]
     for slot in others:
         pool.let_go(slot)
-    large = pool.take(48 * MIB, timeout_s=0)
+    large = pool.take(48 * MIB, Deadline(0.0))
     assert pool.size_bytes == 49 * MIB
     assert allocated_bytes(held) == MIB
     assert held.view(MIB).all()
     with pytest.raises(TimeoutError, match=f"{49 * MIB} bytes of shared memory are in use"):
-        pool.take(56 * MIB, timeout_s=0)
+        pool.take(56 * MIB, Deadline(0.0))
     again = [written(pool, MIB) for _ in range(50)]
     assert {slot.segment for slot in again} == {held.segment}
     assert pool.size_bytes == 99 * MIB
@@ -88,7 +89,7 @@ def test_a_pool_without_descriptors_says_so_and_counts_nothing(pool: Pool, monke
             with pytest.raises(CommError, match=r"cannot make shared memory: Too many open files: raise .*ulimit -n"):
                 pool.take(size)
     assert pool.size_bytes == 0
-    pool.take(96 * MIB, timeout_s=0)
+    pool.take(96 * MIB, Deadline(0.0))
 
 
 def test_a_put_without_a_descriptor_to_pass_fails_and_the_next_one_does_not(

@@ -24,9 +24,10 @@ def stop() -> Iterator[Callable[[Endpoint], threading.Event]]:
     held: list[threading.Event] = []
 
     def stop_one(endpoint: Endpoint) -> threading.Event:
-        event = threading.Event()
+        event, stopped = threading.Event(), threading.Event()
         held.append(event)
-        endpoint._fabric.loop.call(lambda: bool(event.wait(20)))
+        endpoint._fabric.loop.call(lambda: stopped.set() or event.wait(20))
+        assert stopped.wait(5)
         return event
 
     yield stop_one
@@ -85,7 +86,7 @@ def test_an_event_loop_goes_on(behind: Endpoint) -> None:
     q = behind.channel("q", host="b")
 
     async def put_and_get() -> None:
-        for asked in (q.aput(1), q.aget()):
+        for asked in (q.aput(1), q.aput(np.zeros(1 << 17)), q.aget()):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(asked, 0.05)
 

@@ -1,5 +1,6 @@
 """Weights from n ranks to m, cut in any way at both ends: every element arrives once, checked, at the safe point."""
 
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2flow.comm import Box, CommError, Endpoint, PayloadError, PeerLostError, RemoteError, Shard, transfer
+from m2flow.comm import (
+    Box,
+    CommError,
+    Endpoint,
+    PayloadError,
+    PeerLostError,
+    RemoteError,
+    Shard,
+    TimeoutError_,
+    transfer,
+)
 from m2flow.comm.resharding import cover, overlap, run, subtract
 from m2flow.comm.weights import packed_layout, read_layout
 
@@ -169,7 +180,8 @@ def test_a_failure_before_commit_leaves_the_old_version_and_one_during_it_none(m
         """
         for version in (1, 2):
             endpoint.stage_weights("policy", version, {"x": np.full(100_000, version)})
-        say("staged")
+            say("staged")
+            sys.stdin.readline()
         time.sleep(60)
         """,
     )
@@ -178,6 +190,8 @@ def test_a_failure_before_commit_leaves_the_old_version_and_one_during_it_none(m
     loaded: dict[str, Any] = {}
     receiver.prepare(1, timeout_s=10)
     receiver.commit(loaded.update)
+    trainer.process.stdin.write("go\n")
+    trainer.process.stdin.flush()
     receiver.prepare(2, timeout_s=10)
     with pytest.raises(CommError, match=r"waited 0\.\d+ s for trainer"):
         receiver.prepare(3, timeout_s=0.1)
@@ -308,6 +322,89 @@ def test_a_read_only_target_is_refused(make_endpoint: Any) -> None:
     assert receiver.version is None
 
 
+def test_kinds_that_would_cut_numbers_short_are_refused(make_endpoint: Any) -> None:
+    trainers, rollout = [make_endpoint("t0"), make_endpoint("t1")], make_endpoint("rollout")
+    receiver = rollout.weight_receiver("policy", sources=["t0", "t1"])
+    for version, dtypes in ((1, [torch.float32] * 2), (2, [torch.bfloat16, torch.float32])):
+        for rank, trainer in enumerate(trainers):
+            shard = Shard(torch.full((1, 4), 1 / 3, dtype=dtypes[rank]), (rank, 0), (2, 4))
+            trainer.stage_weights("policy", version, {"x": shard})
+    loaded: dict[str, Any] = {}
+    message = r"tensor 'x': got shards of dtypes torch\.bfloat16, torch\.float32"
+    with pytest.raises(ValueError, match=message):
+        receiver.prepare(2, timeout_s=5)
+    with pytest.raises(ValueError, match=message):
+        receiver.stream(2, loaded.update, timeout_s=5)
+    for trainer, row in zip(trainers, (0, 1), strict=True):
+        trainer.stage_weights("policy", 3, {"x": Shard(torch.full((1, 4), 1.75), (row, 0), (2, 4))})
+    receiver.prepare(3, timeout_s=5)
+    assert receiver.commit(loaded.update) == 3
+    receiver.prepare(3, timeout_s=5)
+    for target in (torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.bool), np.zeros((2, 4))):
+        with pytest.raises(ValueError, match=rf"'x' is of {target.dtype}, want torch\.float32"):
+            receiver.commit_into({"x": target})
+    assert receiver.version == 3
+    for dtype in (torch.bfloat16, torch.float64):
+        target = torch.zeros(2, 4, dtype=dtype)
+        receiver.prepare(3, timeout_s=5)
+        receiver.commit_into({"x": target})
+        assert bool((target == 1.75).all())
+
+
+@pytest.mark.parametrize("way", ["memory", "grpc"])
+def test_empty_tensors_are_of_their_kind_on_every_path(tmp_path: Path, way: str) -> None:
+    empty = torch.empty(0, 5, dtype=torch.bfloat16)
+    weights = {
+        "e": empty,
+        "n": np.empty((3, 0), np.int32),
+        "s": Shard(torch.ones(2, 3, dtype=torch.bfloat16), (2, 0), (4, 3)),
+    }
+    wanted = {"e": Box((0, 0), (0, 5)), "n": Box((0, 0), (3, 0)), "s": Box((1, 0), (0, 3))}
+    with (
+        Endpoint(tmp_path / "t", "t", token="t") as trainer,
+        Endpoint(tmp_path / ("t" if way == "memory" else "r"), "r", token="t") as rollout,
+    ):
+        if way == "grpc":
+            rollout.add_address("t", trainer.listen("127.0.0.1:0"))
+        trainer.stage_weights("policy", 1, weights)
+        receiver = rollout.weight_receiver("policy", sources=["t"], wanted=wanted)
+        loads: list[dict[str, Any]] = [{}, {}]
+        receiver.prepare(1, timeout_s=20)
+        receiver.commit(loads[0].update)
+        receiver.stream(1, loads[1].update, timeout_s=20)
+        del weights["s"]
+        trainer.stage_weights("policy", 2, weights)
+        loads.append(dict(rollout.fetch_weights("t", "policy", 2, timeout_s=20)))
+        for loaded in loads:
+            found = {name: (type(value), value.dtype, tuple(value.shape)) for name, value in loaded.items()}
+            assert found.pop("s", None) in (None, (torch.Tensor, torch.bfloat16, (0, 3)))
+            assert found == {
+                "e": (torch.Tensor, torch.bfloat16, (0, 5)),
+                "n": (np.ndarray, np.dtype(np.int32), (3, 0)),
+            }
+
+
+def test_one_deadline_holds_for_all_buckets_of_a_stream(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    trainer.offer_weights("policy", 1, {f"t{index}": np.ones(8) for index in range(40)})
+    answer = trainer._calls._handlers["m2flow.weights"]
+
+    def slowly(request: Any) -> Any:
+        time.sleep(0.03)
+        return answer(request)
+
+    trainer._calls._handlers["m2flow.weights"] = slowly
+    receiver = rollout.weight_receiver("policy", sources=["trainer"], bucket_bytes=1)
+    with pytest.raises(TimeoutError_, match=r"'m2flow\.weights\.slices': waited 0\.\d+ s for trainer"):
+        receiver.stream(1, lambda bucket: None, timeout_s=0.2)
+    assert receiver.version is None
+
+
+def test_a_receiver_without_sources_is_refused(make_endpoint: Any) -> None:
+    with pytest.raises(ValueError, match="weights 'policy': got no sources"):
+        make_endpoint("rollout").weight_receiver("policy", sources=[])
+
+
 def test_what_is_wanted_and_missing_is_named(make_endpoint: Any) -> None:
     trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
     trainer.stage_weights("policy", 1, {"x": Shard(np.zeros(2), (0,), (4,))})
@@ -335,11 +432,12 @@ def test_an_altered_slice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_stream_serves_nothing_while_it_loads(make_endpoint: Any) -> None:
     trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
-    for version in (1, 2):
-        trainer.stage_weights("policy", version, {name: np.zeros(8) for name in "ab"})
+    weights = {name: np.zeros(8) for name in "ab"}
+    trainer.stage_weights("policy", 1, weights)
     receiver = rollout.weight_receiver("policy", sources=["trainer"], bucket_bytes=64)
     receiver.prepare(1, timeout_s=10)
     served: list[int | None] = [receiver.commit(lambda bucket: None)]
+    trainer.stage_weights("policy", 2, weights)
     receiver.stream(2, lambda bucket: served.append(receiver.version), timeout_s=10)
     assert served == [1, None, None]
     with pytest.raises(ZeroDivisionError):
@@ -368,11 +466,11 @@ def test_receivers_that_begin_with_different_sources_take_from_different_sources
 
 def test_layout_waits_for_the_version_and_refuses_old_ones(make_endpoint: Any) -> None:
     trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
-    asked = rollout.request_async("trainer", "m2flow.weights", "layout", ("policy", 5))
+    asked = rollout.request_async("trainer", "m2flow.weights", "layout", ("policy", 5, 0))
     trainer.stage_weights("policy", 5, {"x": np.zeros((2, 3))})
     assert read_layout(asked.result(5)) == {"x": (Box((0, 0), (2, 3)), (2, 3))}
     with pytest.raises(RemoteError, match="withdrawn"):
-        rollout.request("trainer", "m2flow.weights", "layout", ("policy", 1))
+        rollout.request("trainer", "m2flow.weights", "layout", ("policy", 1, 0))
 
 
 def test_layout_comes_back_from_its_columns() -> None:

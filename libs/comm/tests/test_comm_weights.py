@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from m2flow.comm import Endpoint, PayloadError, RemoteError
+from m2flow.comm import CommError, Endpoint, PayloadError, RemoteError, TimeoutError_
 from m2flow.comm.endpoint import _MAX_HANDLER_THREADS
-from m2flow.comm.payload import decode, encode
+from m2flow.comm.payload import Encoded, decode, encode
 from m2flow.comm.weights import SERVICE, WeightReader, digest
 
 
@@ -61,10 +61,10 @@ def test_a_fetch_waits_until_the_version_is_staged(make_endpoint: Any) -> None:
 
 def test_a_fetch_that_waited_gets_its_version_though_newer_ones_overtake_the_answer(make_endpoint: Any) -> None:
     trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
-    waiting = [rollout.request_async("trainer", SERVICE, method, ("policy", 3)) for method in ("fetch", "digests")]
+    waiting = [rollout.request_async("trainer", SERVICE, method, ("policy", 3, 0)) for method in ("fetch", "digests")]
     trainer.stage_weights("other", 1, {"a": np.zeros(5000)})
     # Calls of one peer are handled in order, so the others wait by now.
-    rollout.request("trainer", SERVICE, "digests", ("other", 1))
+    rollout.request("trainer", SERVICE, "digests", ("other", 1, 0))
     # No thread is left to answer.
     busy, go_on = threading.Barrier(_MAX_HANDLER_THREADS + 1), threading.Event()
 
@@ -87,16 +87,16 @@ def test_a_fetch_that_waited_gets_its_version_though_newer_ones_overtake_the_ans
     assert digests == {"a": digest(weights[3]["a"])}
     del fetched, waiting
     gc.collect()
-    while (segment := next(iter(trainer._fabric.pool._slabs.values()))).slots_in_use > 3:
+    while (segment := next(iter(trainer._fabric.pool._slabs.values()))).slots_in_use > 1:
         time.sleep(0.001)
-    assert segment.slots_in_use == 3  # version 5 and the two of the other
+    assert segment.slots_in_use == 1  # version 2 of the other
 
 
 def test_a_fetch_of_a_version_that_is_passed_over_fails(make_endpoint: Any) -> None:
     trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
-    passed_over, later = (rollout.request_async("trainer", SERVICE, "fetch", ("policy", at)) for at in (1, 3))
+    passed_over, later = (rollout.request_async("trainer", SERVICE, "fetch", ("policy", at, 0)) for at in (1, 3))
     trainer.stage_weights("other", 1, {"a": np.ones(2)})
-    rollout.request("trainer", SERVICE, "digests", ("other", 1))
+    rollout.request("trainer", SERVICE, "digests", ("other", 1, 0))
     trainer.stage_weights("policy", 2, {"a": np.ones(2)})
     with pytest.raises(RemoteError, match=r"version 1 are withdrawn, want one of \[2\]"):
         passed_over.result(10)
@@ -120,15 +120,130 @@ def test_old_and_unknown_versions_are_refused(make_endpoint: Any) -> None:
     for version in (1, 2, 3):
         trainer.stage_weights("policy", version, {"a": np.ones(2)})
     assert rollout.newest_weights("trainer", "policy") == 3
-    with pytest.raises(RemoteError, match=r"version 1 are withdrawn, want one of \[2, 3\]"):
+    with pytest.raises(RemoteError, match=r"version 1 are withdrawn, want one of \[3\]"):
         rollout.fetch_weights("trainer", "policy", 1)
     with pytest.raises(ValueError, match="got version 3, want more than the staged 3"):
         trainer.stage_weights("policy", 3, {"a": np.ones(2)})
-    trainer.release_weights("policy", 2)
-    with pytest.raises(ValueError, match="version 2 are not staged"):
-        trainer.release_weights("policy", 2)
+    trainer.release_weights("policy", 3)
+    with pytest.raises(ValueError, match="version 3 are neither staged nor offered"):
+        trainer.release_weights("policy", 3)
     with pytest.raises(PayloadError, match="arrays and tensors only"):
         trainer.stage_weights("policy", 4, {"a": "text"})
+
+
+def test_one_copy_of_the_newest_version_is_all_that_receivers_of_a_host_cost(make_endpoint: Any) -> None:
+    trainer, rollouts = make_endpoint("trainer"), [make_endpoint(f"r{rank}") for rank in range(2)]
+    receivers = [rollout.weight_receiver("policy", sources=["trainer"]) for rollout in rollouts]
+    size = 7 << 20
+    own = [{"x": np.zeros(size, np.uint8)} for _ in receivers]
+    for version in (1, 2, 3):
+        trainer.stage_weights("policy", version, {"x": np.full(size, version, np.uint8)})
+        for receiver, target in zip(receivers, own, strict=True):
+            receiver.prepare(version, timeout_s=10)
+            receiver.commit_into(target)
+            assert target["x"].min() == target["x"].max() == version
+        slot = trainer._weights._line("policy").staged[version].slot
+        deadline = time.monotonic() + 10
+        while slot.holds > 1:
+            # What a receiver has let go of is told a moment later.
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert size < trainer._fabric.pool.size_bytes < 1.15 * size
+        assert all(rollout._fabric.pool.size_bytes == 0 for rollout in rollouts)
+
+
+def test_weights_that_never_fit_are_refused_and_readers_are_waited_for_in_time(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer", quota_bytes=5 << 20), make_endpoint("rollout")
+    weights = {"x": np.ones(3 << 20, np.uint8)}
+    for version in (1, 2):
+        trainer.stage_weights("policy", version, weights, timeout_s=5)
+    with pytest.raises(CommError, match=rf"beside \d+ of other weights .* quota of {5 << 20} .* raise quota_bytes"):
+        trainer.stage_weights("other", 1, weights)
+    kept = rollout.fetch_weights("trainer", "policy", 2)
+    with pytest.raises(TimeoutError_, match=r"key 'policy': waited 0\.\d+ s for a reader to let go"):
+        trainer.stage_weights("policy", 3, weights, timeout_s=0.05)
+    with pytest.raises(RemoteError, match="version 2 are withdrawn, want one after 2"):
+        rollout.fetch_weights("trainer", "policy", 2)
+    del kept
+    trainer.stage_weights("policy", 3, weights, timeout_s=5)
+    assert rollout.fetch_weights("trainer", "policy", 3, timeout_s=5)["x"].all()
+
+
+def test_versions_follow_one_another_whoever_stages_them(make_endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    trainer.stage_weights("policy", 1, {"a": np.ones(2)})
+    writing, go_on = threading.Event(), threading.Event()
+    write = Encoded.write_into
+
+    def slow(self: Encoded, target: Any) -> None:
+        writing.set()
+        assert go_on.wait(10)
+        write(self, target)
+
+    monkeypatch.setattr(Encoded, "write_into", slow)
+    stagers = [
+        threading.Thread(target=trainer.stage_weights, args=("policy", version, {"a": np.full(2, version)}))
+        for version in (2, 3)
+    ]
+    stagers[0].start()
+    assert writing.wait(10)
+    stagers[1].start()
+    # What makes way for the next version is refused once there is another to be named.
+    late = rollout.request_async("trainer", SERVICE, "fetch", ("policy", 1, 0))
+    assert rollout.newest_weights("trainer", "policy") == 1
+    stagers[1].join(0.05)
+    assert not late.done()
+    go_on.set()
+    for stager in stagers:
+        stager.join(10)
+    with pytest.raises(RemoteError, match=r"version 1 are withdrawn, want one of \[2\]"):
+        late.result(10)
+    assert rollout.newest_weights("trainer", "policy") == 3
+
+
+def test_who_waits_no_longer_is_forgotten(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    receiver = rollout.weight_receiver("policy", sources=["trainer"])
+    line = trainer._weights._line("policy")
+    for _ in range(5):
+        with pytest.raises(TimeoutError_, match="for trainer"):
+            receiver.prepare(1, timeout_s=0.001)
+        with pytest.raises(TimeoutError_, match="for trainer"):
+            rollout.fetch_weights("trainer", "policy", 1, timeout_s=0.001)
+    waiting = rollout.request_async("trainer", SERVICE, "fetch", ("policy", 1, 0))
+    # Calls of one peer are handled in order.
+    assert rollout.newest_weights("trainer", "policy") == -1
+    assert [asked.answer.done() for asked in line.awaited] == [False]
+    rollout.close()
+    with pytest.raises(CommError):
+        waiting.result(10)
+    deadline = time.monotonic() + 10
+    while line.awaited:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_what_is_only_offered_is_not_prepared(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    trainer.offer_weights("policy", 1, {"a": np.ones(2)})
+    receiver = rollout.weight_receiver("policy", sources=["trainer"])
+    with pytest.raises(RemoteError, match="version 1 are only offered: stream them"):
+        receiver.prepare(1, timeout_s=5)
+    with pytest.raises(RemoteError, match="version 1 are only offered: stream them"):
+        rollout.fetch_weights("trainer", "policy", 1, timeout_s=5)
+    assert receiver.stream(1, lambda bucket: None, timeout_s=5) == 1
+    trainer.release_weights("policy", 1)
+    with pytest.raises(TimeoutError_):
+        receiver.stream(1, lambda bucket: None, timeout_s=0.01)
+
+
+def test_weights_that_are_one_empty_array_are_fetched(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    for length in range(1, 65):
+        # The payload of one of these names ends where its array would begin.
+        trainer.stage_weights("policy", length, {"x" * length: np.empty((0, 3), np.float32)})
+        (found,) = rollout.fetch_weights("trainer", "policy", length, timeout_s=5).values()
+        assert (found.shape, found.dtype) == ((0, 3), np.float32)
 
 
 def test_a_wrong_digest_is_named(make_endpoint: Any) -> None:
@@ -160,7 +275,7 @@ def test_every_tensor_has_its_digest_once_in_eight_versions(make_endpoint: Any) 
     seen: list[str] = []
     for version in range(1, 10):
         trainer.stage_weights("policy", version, weights)
-        digests = rollout.request("trainer", SERVICE, "fetch", ("policy", version))["digests"]
+        digests = rollout.request("trainer", SERVICE, "fetch", ("policy", version, 0))["digests"]
         assert len(digests) == (16 if version == 1 else 2)
         seen += digests if version > 1 else []
     assert sorted(seen) == sorted(weights)

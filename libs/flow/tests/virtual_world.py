@@ -11,8 +11,9 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 from m2flow.comm import ChannelClosedError, IterationEnded, Request, TimeoutError_
-from m2flow.comm._index import Caller, Entry
+from m2flow.comm._entries import Entry
 from m2flow.comm._views import Filter
+from m2flow.comm._waiting import Caller
 
 
 class Deadlock(Exception):

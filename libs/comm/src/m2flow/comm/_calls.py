@@ -25,7 +25,8 @@ from m2flow.proto.comm.v1 import comm_pb2
 class Request(NamedTuple):
     """What a handler is given: who calls, what, with which tree. Arrays in `args` are read-only.
 
-    `held_bytes` of it are in this process's own memory, not in shared memory that the caller pays for.
+    `held_bytes` of it are in this process's own memory, not in shared memory that the caller pays for. `session` tells
+    the connection it came by from others of that peer.
     """
 
     peer: str
@@ -33,6 +34,7 @@ class Request(NamedTuple):
     method: str
     args: Tree
     held_bytes: int = 0
+    session: int = 0
 
 
 class Lend(NamedTuple):
@@ -119,7 +121,8 @@ class CallServer:
         try:
             handler = self._handlers[service]
             held_bytes = len(args) if isinstance(args, bytes) or not connection.link.passes_fds else 0
-            result = handler(Request(connection.peer, service, method, connection.decode(args), held_bytes))
+            args = connection.decode(args)
+            result = handler(Request(connection.peer, service, method, args, held_bytes, connection.session))
         except BaseException as error:
             self._fail(connection, request_id, error)
             reraise_interrupt(error)

@@ -32,6 +32,8 @@ from m2flow.proto.comm.v1 import comm_pb2
 INLINE_BYTES = 32 << 10
 # Who asks a peer waits above this many bytes that are on their way to it.
 HIGH_WATER_BYTES = 8 << 20
+# How often it looks whether it still has to: one that is cancelled ends its deadline.
+_LOOK_S = 0.1
 
 # In place of a segment's id, which is random.
 _DATA = 0
@@ -156,11 +158,12 @@ class Connection:
         Only who asks with a payload waits. What is small (an acknowledgement, a withdrawal) is bounded by what was
         asked, and an answer may not keep a thread that answers others too.
         """
-        return (
-            self.link.unsent_bytes <= HIGH_WATER_BYTES
-            or self._loop.inside()
-            or self.link.wait_sent(deadline.left_s, HIGH_WATER_BYTES)
-        )
+        if self.link.unsent_bytes <= HIGH_WATER_BYTES or self._loop.inside():
+            return True
+        while (left_s := deadline.left_s) != 0:
+            if self.link.wait_sent(_LOOK_S if left_s is None else min(left_s, _LOOK_S), HIGH_WATER_BYTES):
+                return True
+        return False
 
     def lose(self, error: CommError) -> None:
         """Fails what is under way, and takes back what is lent as unusable.
@@ -195,7 +198,7 @@ class Connection:
         if not self.link.passes_fds:
             return self._send_data(encoded.to_bytes())
         try:
-            slot = self._pool.take(encoded.size_bytes, timeout_s=0 if deadline is None else deadline.left_s)
+            slot = self._pool.take(encoded.size_bytes, Deadline(0.0) if deadline is None else deadline)
         except (CommError, TimeoutError):
             if deadline is None:
                 return encoded.to_bytes()
@@ -216,7 +219,7 @@ class Connection:
         if size > INLINE_BYTES:
             # Where the quota or the descriptors are used up: a message may be long.
             with contextlib.suppress(CommError, TimeoutError):
-                slot = self._pool.take(size, timeout_s=0)
+                slot = self._pool.take(size, Deadline(0.0))
                 try:
                     slot.view(size)[:] = np.frombuffer(data, np.uint8)
                     return self.lend_slot(slot, size)
@@ -239,6 +242,10 @@ class Connection:
             self._pool.let_go(slot)
             raise
         return comm_pb2.Block(**ref._asdict())
+
+    def look_again(self) -> None:
+        """Wakes whoever waits for shared memory: a deadline was ended."""
+        self._pool.wake()
 
     def take_back(self, packed: Iterable[bytes | comm_pb2.Block]) -> None:
         """Undoes the lending of what was packed and is named by no message."""

@@ -12,6 +12,10 @@ class Deadline:
         self._since = time.monotonic()
         self._timeout_s = timeout_s
 
+    def end(self) -> None:
+        """Makes it now, for one who was cancelled; who waits has to be woken to see it."""
+        self._timeout_s = 0.0
+
     @property
     def elapsed_s(self) -> float:
         """Seconds since the call began."""

@@ -14,6 +14,8 @@ from m2flow.comm.errors import CommError
 
 HEADER = struct.Struct("<IB3xQ")
 MAX_BODY_BYTES = (1 << 32) - 1
+# Protocol buffers write and read no longer ones.
+MAX_MESSAGE_BYTES = (1 << 31) - 1
 MAX_HELLO_BYTES = 64 << 10
 
 

@@ -10,13 +10,15 @@ from functools import partial
 import numpy as np
 
 from m2flow.comm._connection import Connection, is_data
-from m2flow.comm._frames import Kind, ProtocolError
-from m2flow.comm._index import Caller, ChannelIndex, Entry, Held, Refusal, drop
+from m2flow.comm._entries import Entry, Held, drop
+from m2flow.comm._frames import MAX_MESSAGE_BYTES, Kind, ProtocolError
+from m2flow.comm._index import ChannelIndex
 from m2flow.comm._items import add_columns, add_payloads, rows
 from m2flow.comm._parking import Parking
 from m2flow.comm._references import Reference, is_reference, referenced
 from m2flow.comm._tree import Bytes
 from m2flow.comm._views import Filter
+from m2flow.comm._waiting import Caller, Refusal
 from m2flow.comm.errors import CommError
 from m2flow.comm.payload import encode, has_pickle
 from m2flow.proto.comm.v1 import comm_pb2
@@ -111,13 +113,18 @@ class ChannelHost:
             return
         index = self._indexes.get(request.channel)
         if index is not None:
-            self._serve(index, connection, request_id, request, entries)
+            self._serve(index, connection, request_id, request, entries, len(body))
         elif not request.HasField("ack"):
             # A channel that is not there has leased nothing.
-            self._park(connection, request_id, request, entries)
+            self._park(connection, request_id, request, entries, len(body))
 
     def _park(
-        self, connection: Connection, request_id: int, request: comm_pb2.ChannelRequest, entries: list[Entry]
+        self,
+        connection: Connection,
+        request_id: int,
+        request: comm_pb2.ChannelRequest,
+        entries: list[Entry],
+        size_bytes: int,
     ) -> None:
         def refuse(refusal: Refusal) -> None:
             drop(entries)
@@ -128,7 +135,9 @@ class ChannelHost:
             request.channel,
             connection.session,
             request_id,
-            retry=lambda: self._serve(self._indexes[request.channel], connection, request_id, request, entries),
+            retry=lambda: self._serve(
+                self._indexes[request.channel], connection, request_id, request, entries, size_bytes
+            ),
             expire=partial(refuse, not_here),
             withdraw=partial(refuse, Refusal("TimeoutError_")),
         )
@@ -140,6 +149,7 @@ class ChannelHost:
         request_id: int,
         request: comm_pb2.ChannelRequest,
         entries: list[Entry],
+        size_bytes: int,
     ) -> None:
         caller = Caller(connection.session, connection.peer, request_id, partial(_answer, connection, request_id))
         kind = request.WhichOneof("kind")
@@ -148,12 +158,13 @@ class ChannelHost:
                 refusal = Refusal("PayloadError", "got a pickle over gRPC: pickles stay on one host")
                 caller.answer((), refusal)
                 return
-            index.put(caller, entries, wait=request.put.wait)
+            index.put(caller, entries, wait=request.put.wait, size_bytes=size_bytes + _longest_data(request.put.items))
         elif kind == "get":
             get = request.get
             if get.ack:
                 index.ack(connection.session, get.ack, give_back=False)
-            index.get(caller, _filter(get), get.weight, get.at_least if get.HasField("at_least") else None)
+            at_least = get.at_least if get.HasField("at_least") else None
+            index.get(caller, _filter(get), get.weight, at_least, get.max_bytes or MAX_MESSAGE_BYTES)
         elif kind == "ack":
             index.ack(connection.session, request.ack.leases, give_back=request.ack.give_back)
         elif kind == "end":
@@ -223,6 +234,11 @@ def _taken_in(payload: comm_pb2.Block, connection: Connection) -> Passed | Refer
         # It has come over a network, and lives as long as its item.
         return connection.open(payload)
     return referenced(payload) if is_reference(payload) else Passed(connection, payload)
+
+
+def _longest_data(items: comm_pb2.Items) -> int:
+    """Returns the bytes of the longest payload that came beside its message."""
+    return max((block.size_bytes for block in items.blocks if is_data(block)), default=0) if items.blocks else 0
 
 
 def _has_pickle(payload: object) -> bool:

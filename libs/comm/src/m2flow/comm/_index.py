@@ -6,52 +6,21 @@ the change can serve are served before the call returns, so that nobody sleeps b
 """
 
 import os
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from math import inf
+from operator import attrgetter
+from typing import Literal
 
+from m2flow.comm._entries import SLACK, Entry, drop, fitting, prefix
+from m2flow.comm._frames import MAX_MESSAGE_BYTES
 from m2flow.comm._members import Members
 from m2flow.comm._views import Filter, Queue, View, filters_of
-
-# Weights are sums of floats: what differs by less is equal.
-_SLACK = 1e-9
+from m2flow.comm._waiting import Caller, Get, Put, Refusal, Waiting
 
 _NOBODY_TAKES = "every consumer has left it"
-
-
-class Held:
-    """A payload whose memory somebody must be told of, once its item is acknowledged or dropped."""
-
-    __slots__ = ()
-
-    def drop(self) -> None:
-        """Ends the index's own hold."""
-        raise NotImplementedError
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """An item; its payload is whatever its owner keeps for it, a `Held` or not."""
-
-    id: str
-    key: str
-    weight: float
-    iteration: int
-    producer: str
-    tombstone: str
-    payload: object
-    order: int = 0
-    lease: int = 0
-    filters: tuple[Filter, ...] = ()
-
-
-class Refusal(NamedTuple):
-    """Why a request failed: the name of an error class, its text, and the peers it is about."""
-
-    type: str
-    message: str = ""
-    peers: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -63,67 +32,6 @@ class Counts:
     dropped: int = 0
     tombstones: int = 0
     regiven: int = 0
-
-
-Answer = Callable[[Sequence[Entry], Refusal | None], None]
-
-
-class Caller(NamedTuple):
-    """Who asks: `session` is its connection, `member` its name, `request` unique within the session."""
-
-    session: Hashable
-    member: str
-    request: int
-    answer: Answer
-
-
-@dataclass(slots=True, eq=False)
-class _Put:
-    caller: Caller
-    entries: deque[Entry]
-
-
-@dataclass(slots=True, eq=False)
-class _Get:
-    caller: Caller
-    wanted: Filter
-    weight: float
-    at_least: float | None
-    ticket: int = 0
-
-    @property
-    def enough(self) -> float:
-        return self.weight if self.at_least is None else self.at_least
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """Those who wait, by what they wait for; each also by its caller, so that it can be withdrawn."""
-
-    puts: deque[_Put] = field(default_factory=deque)
-    gets: dict[Filter, OrderedDict[int, _Get]] = field(default_factory=dict)
-    num_gets: int = 0
-    tickets: int = 0
-
-    def add(self, get: _Get) -> None:
-        self.tickets += 1
-        get.ticket = self.tickets
-        self.num_gets += 1
-        self.gets.setdefault(get.wanted, OrderedDict())[get.ticket] = get
-
-    def remove(self, get: _Get) -> None:
-        queue = self.gets[get.wanted]
-        del queue[get.ticket]
-        self.num_gets -= 1
-        if not queue:
-            del self.gets[get.wanted]
-
-    def of(self, session: Hashable) -> list[_Get]:
-        return [get for queue in self.gets.values() for get in queue.values() if get.caller.session == session]
-
-    def in_order(self, filters: Iterable[Filter]) -> list[_Get]:
-        found = [get for wanted in filters if wanted in self.gets for get in self.gets[wanted].values()]
-        return sorted(found, key=lambda get: get.ticket) if len(found) > 1 else found
 
 
 class ChannelIndex:
@@ -138,6 +46,13 @@ class ChannelIndex:
         consumers: Sequence[str],
         route: Literal["any", "by_key"] = "any",
     ) -> None:
+        for role, names in (("producers", producers), ("consumers", consumers)):
+            if isinstance(names, str):
+                raise ValueError(f"channel {name!r}: got {role} {names!r}, want a list of names: give it [{names!r}]")
+        if capacity < 0:
+            raise ValueError(f"channel {name!r}: got capacity {capacity}, want 1 or more, or 0 for no bound")
+        if route not in ("any", "by_key"):
+            raise ValueError(f"channel {name!r}: got route {route!r}, want 'any' or 'by_key'")
         self.name = name
         self.capacity = capacity
         self.members = Members(producers, consumers)
@@ -147,33 +62,54 @@ class ChannelIndex:
             raise ValueError(f"channel {name!r}: got no consumers, want at least one to route keys to")
         self._by_key = route == "by_key"
         self._queue: Queue[Entry] = Queue()
-        self._waiting = _Waiting()
+        self._waiting = Waiting()
         self._leases: dict[Hashable, dict[int, Entry]] = {}
         self._num_orders = 0
         # Leases are numbered from anywhere: one of a channel that had this name before is none of this one's.
         self._num_leases = int.from_bytes(os.urandom(5), "little")
         self._seen: dict[int, set[str]] = {}
         self._remaining: dict[int, int] = {}
+        # Something of what was ended or closed waits for room: until it has some, nobody is told of the end.
+        self._end_waits = False
+        # No message that items came in was longer, nor is any of them.
+        self._longest_bytes = 0
 
     # What members ask.
 
-    def put(self, caller: Caller, entries: Sequence[Entry], *, wait: bool) -> None:
-        """Queues entries, answered once all are in; without `wait`, refused as a whole when there is no room."""
+    def put(self, caller: Caller, entries: Sequence[Entry], *, wait: bool, size_bytes: int = 0) -> None:
+        """Queues entries, answered once all are in; without `wait`, refused as a whole when there is no room.
+
+        `size_bytes` is as much as any of them takes in an answer, or more.
+        """
         refusal = self._refuses_put(caller, entries)
         if refusal is None and not wait and not self._has_room(len(entries)):
-            refusal = Refusal("ChannelFullError")
+            # Whoever waits for more than there is takes what there is, as when a put waits.
+            self._serve_all(flush=True)
+            self._admit()
+            if not self._has_room(len(entries)):
+                refusal = Refusal("ChannelFullError")
         if refusal is not None:
             drop(entries)
             caller.answer((), refusal)
             return
         self.members.puts(caller.member, caller.session)
-        self._waiting.puts.append(_Put(caller, deque(entries)))
+        if size_bytes > self._longest_bytes:
+            self._longest_bytes = size_bytes
+        self._waiting.puts.append(Put(caller, deque(entries)))
         self._admit()
 
-    def get(self, caller: Caller, wanted: Filter, weight: float, at_least: float | None = None) -> None:
+    def get(
+        self,
+        caller: Caller,
+        wanted: Filter,
+        weight: float,
+        at_least: float | None = None,
+        most_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
         """Leases entries of total `weight`, or the first one for 0, answered when they are there.
 
-        With `at_least` the answer comes as soon as so much is there, for 0 at once, and has what is there by then.
+        With `at_least` the answer comes as soon as so much is there, for 0 at once, and has what is there by then; what
+        would make it longer than `most_bytes` stays queued, but for the first.
         """
         if caller.member not in self.members.consumers:
             caller.answer((), self._not_a("consumer", caller.member, self.members.consumers))
@@ -183,7 +119,7 @@ class ChannelIndex:
             if returned:
                 self._reroute()
             wanted = wanted._replace(route=caller.member)
-        get = _Get(caller, wanted, weight, at_least)
+        get = Get(caller, wanted, weight, at_least, most_bytes)
         if self._serve(get):
             self._admit()
         else:
@@ -226,8 +162,7 @@ class ChannelIndex:
             for get in self._waiting.of(caller.session):
                 self._waiting.remove(get)
                 get.caller.answer((), Refusal("ChannelClosedError", "this consumer has left it"))
-            self._requeue(list(self._leases.pop(caller.session, {}).values()))
-            self._reroute()
+            self._takes_no_more(caller.session, caller.member)
             if self.members.none_takes():
                 self._refuse_waiting_puts(_NOBODY_TAKES)
         self._forget_ended()
@@ -241,6 +176,7 @@ class ChannelIndex:
                 self._waiting.puts.remove(put)
                 drop(put.entries)
                 put.caller.answer((), Refusal("TimeoutError_", peers=tuple(self.members.consumers)))
+                self._admit()
                 return
         for get in self._waiting.of(session):
             if get.caller.request == request:
@@ -259,14 +195,14 @@ class ChannelIndex:
         for get in self._waiting.of(session):
             self._waiting.remove(get)
         self.members.left(member, session)
-        self._requeue(list(self._leases.pop(session, {}).values()))
-        self._reroute()
+        self._takes_no_more(session, member)
         self._settle()
 
     def end_channel(self) -> None:
         """Ends the channel: nothing more is put, consumers drain it."""
         self.closed = True
         self._refuse_waiting_puts("it was closed")
+        self._forget_ended()
         self._settle()
 
     def discard(self) -> None:
@@ -327,6 +263,15 @@ class ChannelIndex:
         return not self.capacity or (not self._waiting.puts and len(self._queue) + count <= self.capacity)
 
     def _admit(self) -> None:
+        """Moves entries from those waiting to put into the queue while there is room, and tells an end that waited."""
+        self._fill()
+        if self._end_waits:
+            self._end_waits = False
+            self._forget_ended()
+            if self._serve_all():
+                self._admit()
+
+    def _fill(self) -> None:
         """Moves entries from those waiting to put into the queue while there is room, first come first."""
         puts = self._waiting.puts
         while puts:
@@ -389,14 +334,14 @@ class ChannelIndex:
 
     # Taking.
 
-    def _serve_some(self, filters: Iterable[Filter]) -> bool:
+    def _serve_some(self, filters: Iterable[Filter], *, flush: bool = False) -> bool:
         served = False
         # What is too little for one is too little for all who wait for as much of the same, however many there are.
         too_much: dict[Filter, float] = {}
         for get in self._waiting.in_order(filters):
             if get.enough >= too_much.get(get.wanted, float("inf")):
                 continue
-            if self._serve(get):
+            if self._serve(get, flush=flush):
                 self._waiting.remove(get)
                 served = True
             else:
@@ -408,21 +353,23 @@ class ChannelIndex:
         self._serve_all()
         self._admit()
 
-    def _serve_all(self) -> bool:
-        return self._serve_some(list(self._waiting.gets))
+    def _serve_all(self, *, flush: bool = False) -> bool:
+        return self._serve_some(list(self._waiting.gets), flush=flush)
 
-    def _serve(self, get: _Get) -> bool:
-        """Answers a get if it can be; says whether it did."""
+    def _serve(self, get: Get, *, flush: bool = False) -> bool:
+        """Answers a get if it can be, with `flush` by what is there; says whether it did."""
         view = self._queue.view(get.wanted)
         if view is None:
-            refusal = self._nothing_comes(get.wanted.iteration)
+            refusal = self._nothing_comes(get.wanted)
             if refusal is None and get.at_least != 0:
                 return False
             get.caller.answer((), refusal)
             return True
-        if view.weight < get.enough * (1 - _SLACK) and not self._flushes(view, get.wanted):
+        if view.weight < get.enough * (1 - SLACK) and not (flush or self._flushes(view, get.wanted)):
             return False
-        entries = _prefix(view, get.weight)
+        entries = prefix(view, get.weight)
+        if len(entries) * self._longest_bytes > get.most_bytes:
+            entries = fitting(entries, get.most_bytes)
         self._queue.remove(entries)
         held = self._leases.setdefault(get.caller.session, {})
         for lease, entry in enumerate(entries, self._num_leases + 1):
@@ -436,39 +383,81 @@ class ChannelIndex:
         """Says whether a view is given out although it holds less than was asked for: more may never come."""
         if self.closed or self.members.all_closed() or self.members.lost_owing(wanted.iteration):
             return True
-        if 0 < self.capacity <= len(self._queue) and self._waiting.puts and self._waiting.puts[0].entries:
+        full = 0 < self.capacity <= len(self._queue)
+        if full and (len(view.entries) == len(self._queue) or (self._waiting.puts and self._waiting.puts[0].entries)):
+            # Nothing comes in before somebody has taken something.
             return True
         if wanted.iteration is not None:
             return self.members.over(wanted.iteration)
         return all(self.members.over(entry.iteration) for entry in view)
 
-    def _nothing_comes(self, iteration: int | None) -> Refusal | None:
-        if iteration is not None and self.members.over(iteration):
-            return Refusal("IterationEnded")
-        if self.closed or self.members.all_closed():
-            return Refusal("ChannelClosedError", "it was closed and is drained")
-        lost = self.members.lost_owing(iteration)
-        return Refusal("PeerLostError", peers=tuple(lost)) if lost else None
+    def _nothing_comes(self, wanted: Filter) -> Refusal | None:
+        refusal: Refusal | None = None
+        if wanted.iteration is not None and self.members.over(wanted.iteration):
+            refusal = Refusal("IterationEnded")
+        elif self.closed or self.members.all_closed():
+            refusal = Refusal("ChannelClosedError", "it was closed and is drained")
+        elif lost := self.members.lost_owing(wanted.iteration):
+            return Refusal("PeerLostError", peers=tuple(lost))
+        if refusal is not None and self._waits_to_be_put(wanted):
+            self._end_waits = True
+            return None
+        return refusal
+
+    def _waits_to_be_put(self, wanted: Filter) -> bool:
+        """Says whether something that passes a filter, of any route where it has none, waits for room."""
+        return any(
+            wanted.key in (None, entry.key)
+            and wanted.iteration in (None, entry.iteration)
+            and wanted.route in ("", self._route_of(entry.key))
+            for put in self._waiting.puts
+            for entry in put.entries
+        )
 
     # Leaving.
 
+    def _takes_no_more(self, session: Hashable, consumer: str) -> None:
+        """Queues what a consumer has leased again, then gives others what is queued for it."""
+        leased = list(self._leases.pop(session, {}).values())
+        if leased and self._by_key:
+            # Whoever waits for the leases does not wait for all that is queued to move, but for what comes before them.
+            self._reroute(consumer, before=max(entry.order for entry in leased))
+            self._requeue(leased)
+            for get in self._waiting.in_order({passed for entry in leased for passed in entry.filters}):
+                if self._queue.view(get.wanted) is not None and self._serve(get):
+                    self._waiting.remove(get)
+        else:
+            self._requeue(leased)
+        self._reroute(consumer)
+
     def _requeue(self, entries: list[Entry]) -> None:
-        entries.sort(key=lambda entry: -entry.order)
+        if not entries:
+            return
+        entries.sort(key=attrgetter("order"))
         self.counts.regiven += len(entries)
+        routes = self._routes(entries)
         for entry in entries:
             entry.lease = 0
-            entry.filters = filters_of(entry.key, entry.iteration, self._route_of(entry.key))
+            entry.filters = filters_of(entry.key, entry.iteration, routes[entry.key])
         self._queue.restore(entries)
 
-    def _reroute(self) -> None:
-        """Gives each key's queued entries to who takes it now that a consumer has left, or is back."""
+    def _reroute(self, gone: str | None = None, *, before: float = inf) -> None:
+        """Gives each key's queued entries to who takes it now that a consumer is gone; without one, is back."""
         if not self._by_key:
             return
-        moved = [entry for entry in self._queue.all() if self._route_of(entry.key) != entry.filters[0].route]
+        # Of one who is gone, all that is queued; for one who is back, what any has.
+        queued = self._queue.all() if gone is None else self._queue.view(Filter(None, None, gone)) or ()
+        entries = list(takewhile(lambda entry: entry.order < before, queued))
+        routes = self._routes(entries)
+        moved = [entry for entry in entries if routes[entry.key] != entry.filters[0].route]
         self._queue.remove(moved)
         for entry in moved:
-            entry.filters = filters_of(entry.key, entry.iteration, self._route_of(entry.key))
-        self._queue.restore(reversed(moved))
+            entry.filters = filters_of(entry.key, entry.iteration, routes[entry.key])
+        self._queue.restore(moved)
+
+    def _routes(self, entries: Iterable[Entry]) -> dict[str, str]:
+        """Returns the route of each key of some entries."""
+        return {key: self._route_of(key) for key in {entry.key for entry in entries}}
 
     def _route_of(self, key: str) -> str:
         return self.members.route_of(key) if self._by_key else ""
@@ -483,9 +472,13 @@ class ChannelIndex:
 
     def _forget_iteration(self, iteration: int) -> None:
         """Drops what is remembered of an iteration once it is over and acknowledged; its ids cannot come again."""
-        if not self._remaining.get(iteration):
-            self._remaining.pop(iteration, None)
-            if self.members.over(iteration):
+        if self._remaining.get(iteration):
+            return
+        self._remaining.pop(iteration, None)
+        if self.closed or self.members.all_closed() or self.members.over(iteration):
+            if self._waits_to_be_put(Filter(None, iteration)):
+                self._end_waits = True
+            else:
                 self._seen.pop(iteration, None)
 
     def _forget_ended(self) -> None:
@@ -494,22 +487,3 @@ class ChannelIndex:
 
     def _not_a(self, role: str, member: str, members: Iterable[str]) -> Refusal:
         return Refusal("CommError", f"{member!r} is no {role} of this channel, want one of {', '.join(members)}")
-
-
-def _prefix(view: View[Entry], weight: float) -> list[Entry]:
-    """Returns the first entries up to a weight: never more, unless the first alone is heavier."""
-    taken: list[Entry] = []
-    total, most = 0.0, weight * (1 + _SLACK)
-    for entry in view:
-        total += entry.weight
-        if taken and (total > most or not weight):
-            break
-        taken.append(entry)
-    return taken
-
-
-def drop(entries: Iterable[Entry]) -> None:
-    """Lets go of the memory of items that nobody will take."""
-    for entry in entries:
-        if isinstance(entry.payload, Held):
-            entry.payload.drop()

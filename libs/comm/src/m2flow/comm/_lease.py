@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from m2flow.comm._connection import Connection
 from m2flow.comm._deadline import Deadline
-from m2flow.comm._frames import Kind
+from m2flow.comm._frames import MAX_MESSAGE_BYTES, Kind
 from m2flow.comm._items import rows
 from m2flow.comm._references import Reference, is_reference, referenced
 from m2flow.comm._replies import Reply
@@ -118,6 +118,11 @@ class Asked:
         self._iteration = iteration
         self._deadline = deadline
         self._request = request.SerializeToString()
+        if len(self._request) > MAX_MESSAGE_BYTES:
+            raise PayloadError(
+                f"channel {channel!r}: got a message of {len(self._request)} bytes, want at most {MAX_MESSAGE_BYTES}: "
+                "put fewer items at a time"
+            )
 
     def wait(self) -> list[Lease]:
         """Blocks for the answer; returns the leases in it."""
@@ -148,7 +153,7 @@ class Asked:
         return self._leases(await self.wait_response_async())
 
     async def wait_response_async(self) -> comm_pb2.ChannelResponse:
-        """Like `wait_response`, on the running event loop."""
+        """Like `wait_response`, on the running event loop; of a request that was cancelled nothing happens later."""
         # Whoever awaits has imported it; for all others it would be a quarter of the time to import this package.
         asyncio = sys.modules["asyncio"]
         self._id, self._reply = self._connection.call(Kind.CHANNEL, self._request, at_once=True)
@@ -167,8 +172,9 @@ class Asked:
                 self._connection.send(Kind.CANCEL, self._id, b"")
                 await asyncio.wait([answered], timeout=self._cancel_timeout_s)
         except asyncio.CancelledError:
-            # The answer to a cancelled wait must still be heard, to give back the items in it.
+            # The answer must still be heard: it says that nothing is put any more, and the items in it go back.
             self._withdraw()
+            await asyncio.wait([answered], timeout=_CANCEL_TIMEOUT_S)
             raise
         if not answered.done():
             self._withdraw()

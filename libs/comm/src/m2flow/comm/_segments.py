@@ -13,13 +13,13 @@ import fcntl
 import mmap
 import os
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
 
 from m2flow.comm import _torch
+from m2flow.comm._deadline import Deadline
 from m2flow.comm._tree import Bytes
 from m2flow.comm.errors import CommError, system_refuses
 
@@ -117,7 +117,7 @@ class Pool:
         with self._room:
             return self._used_bytes
 
-    def take(self, size_bytes: int, *, timeout_s: float | None = None) -> Slot:
+    def take(self, size_bytes: int, deadline: Deadline | None = None) -> Slot:
         """Returns a slot of at least `size_bytes`, held once.
 
         Waits for slots to come back while the quota is used up. Raises CommError when the payload alone exceeds the
@@ -125,21 +125,25 @@ class Pool:
         """
         if self._abandoned:
             raise CommError("got a payload for an endpoint of the parent process, want one made after the fork")
-        size = _slot_bytes(size_bytes)
+        size = slot_bytes(size_bytes)
         if size > self.quota_bytes:
             raise CommError(
                 f"got a payload of {size_bytes} bytes, want at most the quota of {self.quota_bytes}: raise it"
             )
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._room:
             while not self._free[size] and not self._make_room(size):
-                left = None if deadline is None else deadline - time.monotonic()
-                if (left is not None and left <= 0) or not self._room.wait(left):
+                left_s = None if deadline is None else deadline.left_s
+                if left_s == 0 or not self._room.wait(left_s):
                     raise TimeoutError(f"{self._used_bytes} bytes of shared memory are in use")
             slot = self._free[size].pop() if self._free[size] else self._cut(size)
             slot.segment.slots_in_use += 1
             slot.holds = 1
             return slot
+
+    def wake(self) -> None:
+        """Lets who waits for room look at its deadline again."""
+        with self._room:
+            self._room.notify_all()
 
     def hold(self, slot: Slot) -> None:
         """Holds a slot once more: for another reader."""
@@ -245,7 +249,7 @@ def _taken_out(slots_by_size: dict[int, list[Slot]], segment: Segment) -> list[S
     return taken
 
 
-def _slot_bytes(size: int) -> int:
+def slot_bytes(size: int) -> int:
     """Rounds up to a sixteenth of a power of two: few sizes, so that slots fit again, and at most a ninth wasted."""
     if size <= MIN_SLOT_BYTES:
         return MIN_SLOT_BYTES

@@ -105,6 +105,14 @@ def written(tensor: Any) -> None:
     sys.modules["torch"].autograd.graph.increment_version(tensor)
 
 
+def converts(source: Any, target: Any) -> bool:
+    """Says whether numbers of a dtype may become another's: of the same library, and of a kind that keeps them."""
+    if isinstance(source, np.dtype):
+        return isinstance(target, np.dtype) and np.can_cast(source, target, "same_kind")
+    torch = sys.modules["torch"]
+    return isinstance(target, torch.dtype) and bool(torch.can_cast(source, target))
+
+
 def on_gpu(tensor: Any) -> bool:
     """Says whether a tensor lies where only a copy brings it to the host."""
     return not tensor.is_cpu

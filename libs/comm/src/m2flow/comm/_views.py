@@ -6,9 +6,15 @@ search, and a view that runs empty leaves nothing behind.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import takewhile
+from math import fsum
+from operator import attrgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
+
+# A sum that is so little beside what was just taken off it was lost in its rounding: it is made anew.
+_LOST = 2.0**-20
 
 
 class Filter(NamedTuple):
@@ -50,15 +56,21 @@ class View(Generic[E]):
     def __iter__(self) -> Iterator[E]:
         return iter(self.entries.values())
 
-    def restore(self, entry: E) -> None:
-        """Puts an entry back where its order belongs: mostly before all others."""
-        oldest = next(iter(self.entries), entry.order)
-        self.entries[entry.order] = entry
-        self.weight += entry.weight
-        if entry.order < oldest:
-            self.entries.move_to_end(entry.order, last=False)
-        elif len(self.entries) > 1:
-            self.entries = OrderedDict(sorted(self.entries.items()))
+    def restore(self, entries: Sequence[E]) -> None:
+        """Puts entries back where their orders belong; of what is queued it moves what lies between them and an end."""
+        queued = self.entries
+        first, last = entries[0].order, entries[-1].order
+        from_start = not queued or last - next(iter(queued)) < next(reversed(queued)) - first
+        if from_start:
+            moved = list(takewhile(lambda order: order < last, queued))
+        else:
+            moved = list(takewhile(lambda order: order > first, reversed(queued)))
+        for entry in entries:
+            queued[entry.order] = entry
+            self.weight += entry.weight
+            moved.append(entry.order)
+        for order in sorted(moved, reverse=from_start):
+            queued.move_to_end(order, last=not from_start)
 
 
 class Queue(Generic[E]):
@@ -69,10 +81,14 @@ class Queue(Generic[E]):
         # Which of an entry's filters have views: the first one always, so that every entry is in one of them.
         self._shapes = [0]
         self._size = 0
-        self.weight = 0.0
 
     def __len__(self) -> int:
         return self._size
+
+    @property
+    def weight(self) -> float:
+        """The sum of all weights."""
+        return fsum(view.weight for view in self._of_all())
 
     def view(self, wanted: Filter) -> View[E] | None:
         """Returns the entries that pass a filter; None when there are none."""
@@ -85,13 +101,15 @@ class Queue(Generic[E]):
 
     def all(self) -> list[E]:
         """Returns every queued entry, in order."""
-        of_all = [view for passed, view in self._views.items() if passed.key is None and passed.iteration is None]
-        return sorted((entry for view in of_all for entry in view), key=lambda entry: entry.order)
+        return sorted((entry for view in self._of_all() for entry in view), key=attrgetter("order"))
+
+    def _of_all(self) -> list[View[E]]:
+        """Returns the views of the first shape, one a route."""
+        return [view for passed, view in self._views.items() if passed.key is None and passed.iteration is None]
 
     def append(self, entries: Sequence[E]) -> None:
         """Adds entries whose orders are the newest."""
         self._size += len(entries)
-        self.weight += sum([entry.weight for entry in entries])
         for shape in self._shapes:
             self._append(shape, entries)
 
@@ -114,20 +132,20 @@ class Queue(Generic[E]):
             view = self._views[wanted] = View()
         return view
 
-    def restore(self, entries: Iterable[E]) -> None:
-        """Adds entries that come back; cheapest when they are given last first."""
+    def restore(self, entries: Sequence[E]) -> None:
+        """Adds entries that come back, in order."""
+        self._size += len(entries)
+        returning: dict[Filter, list[E]] = {}
         for entry in entries:
-            self._size += 1
-            self.weight += entry.weight
             for shape in self._shapes:
-                for wanted in entry.filters[shape : shape + 1]:
-                    self._view(wanted).restore(entry)
+                for passed in entry.filters[shape : shape + 1]:
+                    returning.setdefault(passed, []).append(entry)
+        for passed, of_view in returning.items():
+            self._view(passed).restore(of_view)
 
     def remove(self, entries: Sequence[E]) -> None:
         """Takes entries out of all their views."""
         self._size -= len(entries)
-        # An empty sum is exactly zero again, whatever rounding the weights left.
-        self.weight = self.weight - sum([entry.weight for entry in entries]) if self._size else 0.0
         for shape in self._shapes:
             self._remove(shape, entries)
 
@@ -145,6 +163,8 @@ class Queue(Generic[E]):
             if not view.entries:
                 del self._views[wanted]
                 wanted = None
+            elif view.weight < entry.weight * _LOST:
+                view.weight = fsum(left.weight for left in view)
 
     def num_views(self) -> int:
         """Returns how many views hold something: the state that keys and iterations cost."""

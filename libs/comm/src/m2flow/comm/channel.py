@@ -6,20 +6,24 @@ of large items stay where their producer wrote them, in shared memory, and the c
 
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from m2flow.comm._connection import INLINE_BYTES, Connection
 from m2flow.comm._deadline import Deadline
-from m2flow.comm._frames import Kind
+from m2flow.comm._frames import MAX_MESSAGE_BYTES, Kind
 from m2flow.comm._items import MAX_WEIGHT, add_columns, add_payloads, can_be_summed
 from m2flow.comm._lease import Asked, Lease
 from m2flow.comm._references import Reference
 from m2flow.comm._tree import check
-from m2flow.comm.errors import TimeoutError_
+from m2flow.comm.errors import PayloadError, TimeoutError_
 from m2flow.comm.payload import Encoded, Tree, encode
 from m2flow.proto.comm.v1 import comm_pb2
+
+# A tombstone's reason must not be empty: an item with none is an ordinary one.
+NO_REASON = "no reason given"
 
 
 class Put(NamedTuple):
@@ -135,14 +139,18 @@ class Channel:
         key: str = "",
         timeout_s: float | None = None,
     ) -> None:
-        """Puts the fact that an item carries no data, and why; otherwise like `put`."""
-        item = Put(id=id, iteration=iteration, weight=weight, key=key, tombstone=reason)
+        """Puts the fact that an item carries no data, and why; otherwise like `put`.
+
+        An empty reason, such as the text of an error that has none, is put as "no reason given".
+        """
+        item = Put(id=id, iteration=iteration, weight=weight, key=key, tombstone=NO_REASON if reason == "" else reason)
         self.put_many([item], timeout_s=timeout_s)
 
     def put_many(self, items: Sequence[Put], *, timeout_s: float | None = None) -> None:
         """Puts items in order, in one message; returns when the channel has them all. Otherwise like `put`.
 
-        After a TimeoutError_ the first ones may be in the channel: put all again under the same ids.
+        After a TimeoutError_ the first ones may be in the channel: put all again under the same ids. Raises
+        PayloadError where what lies in the message is above 2 GiB.
         """
         if items:
             self._waits("put")
@@ -159,7 +167,10 @@ class Channel:
         key: str = "",
         timeout_s: float | None = None,
     ) -> None:
-        """Like `put`, without blocking the event loop; cancelled, the item is not in the channel, or whole in it."""
+        """Like `put`, without blocking the event loop.
+
+        Cancelled, the item is not in the channel, or whole in it, and does not come into it later.
+        """
         await self.aput_many(
             [Put(item=item, id=id, iteration=iteration, weight=weight, key=key)],
             timeout_s=timeout_s,
@@ -171,7 +182,7 @@ class Channel:
             return
         deadline, encoded = Deadline(timeout_s), self._encoded(items)
         if encoded is not None and max(payload.size_bytes for payload in encoded) > INLINE_BYTES:
-            asked = await sys.modules["asyncio"].to_thread(self._ask_put, items, encoded, deadline, wait=True)
+            asked = await self._ask_put_async(items, encoded, deadline)
         else:
             # Not even for the host to take what was sent before: a task has one such message under way.
             asked = self._ask_put(items, encoded, deadline, wait=True, at_once=True)
@@ -192,9 +203,9 @@ class Channel:
         First it commits the leases in `ack`, as `ack` does, for the price of no message: they are committed also where
         there is no item for it.
         Raises IterationEnded once every producer has ended `iteration` and none of its items is queued for this
-        consumer; ChannelClosedError once the channel is closed and drained; PeerLostError naming a producer that was
-        gone before it closed the channel, once what it had put is drained and unless a successor is announced;
-        TimeoutError_ after `timeout_s` seconds.
+        consumer, or waits for room; ChannelClosedError once the channel is closed and drained; PeerLostError naming a
+        producer that was gone before it closed the channel, once what it had put is drained and unless a successor is
+        announced; TimeoutError_ after `timeout_s` seconds; ValueError for an empty key.
         """
         self._waits("get")
         return self._ask_get(0.0, key, iteration, ack, timeout_s).wait()[0]
@@ -213,8 +224,10 @@ class Channel:
 
         With `at_least` it waits only for so much, and takes what is there by then; 0 does not wait, and may take
         nothing. Never more than `weight`, unless the first alone is heavier. Less, and less than `at_least`, where the
-        next item is too heavy to come along, when every producer has ended the iteration or closed, when one died, or
-        when the channel is full and cannot hold as much. `ack` is as in `get`, which says what is raised.
+        next item is too heavy to come along, when every producer has ended the iteration or closed, when one died,
+        when the channel is full and cannot hold as much or a put finds no room, or where more would not fit into one
+        message: this endpoint's `max_payload_bytes`, at most 2 GiB, of all that does not lie in shared memory. `ack` is
+        as in `get`, which says what is raised.
         """
         self._waits("get_batch")
         return self._ask_batch(weight, key, iteration, ack, timeout_s, at_least).wait()
@@ -331,9 +344,14 @@ class Channel:
         at_least: float | None = None,
     ) -> Asked:
         deadline = Deadline(timeout_s)
+        if key == "":
+            raise ValueError("get: got key '', want one that items are put with: None takes any, also those of no key")
+        connection, device = self._connect(self.host), self._device
         request = comm_pb2.ChannelRequest(channel=self.name)
         get = request.get
         get.weight = weight
+        if weight and connection.max_payload_bytes < MAX_MESSAGE_BYTES:
+            get.max_bytes = connection.max_payload_bytes
         if key is not None:
             get.key = key
         if iteration is not None:
@@ -341,7 +359,6 @@ class Channel:
         if at_least is not None:
             get.at_least = at_least
         get.ack.extend([lease.number for lease in ack])
-        connection, device = self._connect(self.host), self._device
         return Asked(self.name, connection, request, deadline, key=key, iteration=iteration, device=device)
 
     def _encoded(self, puts: Iterable[Put]) -> list[Encoded] | None:
@@ -364,25 +381,69 @@ class Channel:
         wait: bool,
         at_once: bool = False,
     ) -> Asked:
-        request = comm_pb2.ChannelRequest(channel=self.name)
-        request.put.wait = wait
-        items = request.put.items
         # Before any memory is lent: what is wrong here costs nothing.
-        _describe(puts, items)
-        key = (puts[0].key or None) if len(puts) == 1 else None
+        request, key = self._put_request(puts, wait=wait), _key_of(puts)
         connection = self._connect(self.host)
-        references: list[Reference] = []
-        packed: list[bytes | comm_pb2.Block]
         if encoded is None:
             references = [Reference(put.item) for put in puts]
-            packed = [reference.block for reference in references]
-        else:
-            packed = self._pack(connection, encoded, key, deadline, at_once=at_once)
-        add_payloads(items, packed)
-        return Asked(self.name, connection, request, deadline, key=key, references=references)
+            add_payloads(request.put.items, [reference.block for reference in references])
+            return Asked(self.name, connection, request, deadline, key=key, references=references)
+        packed = self._pack(connection, encoded, key, deadline, at_once=at_once)
+        return self._send_put(request, connection, packed, key, deadline)
+
+    async def _ask_put_async(self, puts: Sequence[Put], encoded: Sequence[Encoded], deadline: Deadline) -> Asked:
+        """Like `_ask_put`, packing on another thread; cancelled, that thread ends, and nothing is put or stays lent."""
+        asyncio = sys.modules["asyncio"]
+        request, key = self._put_request(puts, wait=True), _key_of(puts)
+        connection = self._connect(self.host)
+        packed: list[bytes | comm_pb2.Block] = []
+        # Taken by who comes first: this thread when it is cancelled, or the other when it has packed all.
+        decided = threading.Lock()
+
+        def pack() -> None:
+            packed.extend(self._pack(connection, encoded, key, deadline))
+            if not decided.acquire(blocking=False):
+                connection.take_back(packed)
+
+        try:
+            await asyncio.to_thread(pack)
+        except asyncio.CancelledError:
+            if not decided.acquire(blocking=False):
+                connection.take_back(packed)
+            deadline.end()
+            connection.look_again()
+            raise
+        return self._send_put(request, connection, packed, key, deadline)
+
+    def _put_request(self, puts: Sequence[Put], *, wait: bool) -> comm_pb2.ChannelRequest:
+        request = comm_pb2.ChannelRequest(channel=self.name)
+        request.put.wait = wait
+        _describe(puts, request.put.items)
+        return request
+
+    def _send_put(
+        self,
+        request: comm_pb2.ChannelRequest,
+        connection: Connection,
+        packed: list[bytes | comm_pb2.Block],
+        key: str | None,
+        deadline: Deadline,
+    ) -> Asked:
+        add_payloads(request.put.items, packed)
+        try:
+            return Asked(self.name, connection, request, deadline, key=key)
+        except PayloadError:
+            connection.take_back(packed)
+            raise
 
     def _pack(
-        self, connection: Connection, encoded: Sequence[Encoded], key: str | None, deadline: Deadline, *, at_once: bool
+        self,
+        connection: Connection,
+        encoded: Sequence[Encoded],
+        key: str | None,
+        deadline: Deadline,
+        *,
+        at_once: bool = False,
     ) -> list[bytes | comm_pb2.Block]:
         packed: list[bytes | comm_pb2.Block] = []
         try:
@@ -405,6 +466,11 @@ class Channel:
         ack = comm_pb2.AckRequest(leases=[lease.number for lease in ended], give_back=give_back)
         request = comm_pb2.ChannelRequest(channel=self.name, ack=ack)
         self._connect(self.host).send(Kind.CHANNEL, 0, request.SerializeToString())
+
+
+def _key_of(puts: Sequence[Put]) -> str | None:
+    """Returns the key that an error names; None for several items."""
+    return (puts[0].key or None) if len(puts) == 1 else None
 
 
 def _describe(puts: Sequence[Put], items: comm_pb2.Items) -> None:

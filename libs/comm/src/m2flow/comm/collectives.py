@@ -5,7 +5,6 @@ are made of sends and receives, so what holds for those holds here: payloads are
 """
 
 import concurrent.futures
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -59,18 +58,23 @@ class Handle(Generic[T]):
         those that are missing, and only those.
         """
         futures = [future for _, future in self._parts]
-        if len(futures) == 1:
-            with contextlib.suppress(TimeoutError):
-                # Who waits for one alone reads its link meanwhile.
-                futures[0].exception(timeout_s)
-        else:
+        if len(futures) > 1:
             concurrent.futures.wait(futures, timeout_s, return_when=concurrent.futures.FIRST_EXCEPTION)
+            timeout_s = 0.0
         for failed in self._failed():
             failed.result()
-        if missing := {peer for peer, future in self._parts if not future.done()}:
+        try:
+            # For one alone this is the wait: it reads the link meanwhile.
+            return self._finish([future.result(timeout_s) for future in futures])
+        except TimeoutError:
+            missing = {peer for peer, future in self._parts if not future.done()}
+            if not missing:
+                # The last has come, or failed, this very moment.
+                return self.wait(0.0)
             elapsed_s = time.monotonic() - self._since
-            raise TimeoutError_(channel=self._what, key=None, peer=", ".join(sorted(missing)), elapsed_s=elapsed_s)
-        return self._finish([future.result() for future in futures])
+            raise TimeoutError_(
+                channel=self._what, key=None, peer=", ".join(sorted(missing)), elapsed_s=elapsed_s
+            ) from None
 
     def _failed(self) -> "list[Future[Any]]":
         return [future for _, future in self._parts if future.done() and future.exception() is not None]

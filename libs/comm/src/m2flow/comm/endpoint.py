@@ -35,7 +35,7 @@ from m2flow.comm.resharding import Box
 from m2flow.comm.routing import Address, route
 from m2flow.comm.tls import Tls
 from m2flow.comm.transfer import DEFAULT_BUCKET_BYTES, WeightReceiver
-from m2flow.comm.weights import SERVICE, StagedWeights, WeightReader, WeightStore
+from m2flow.comm.weights import SERVICE, StagedWeights, WeightReader, WeightStore, reader_numbers
 from m2flow.proto.comm.v1 import comm_pb2
 
 _MAX_HANDLER_THREADS = 8
@@ -266,6 +266,8 @@ class Endpoint:
     def _on_gone(self, connection: Connection, lost: bool) -> None:
         self._host.on_gone(connection)
         self._calls.on_gone(connection)
+        # After what it asked before, which is dealt with in this order.
+        self._executor.submit((connection, SERVICE), partial(self._weights.on_gone, connection.session))
         if not lost or self._lost.get(connection.peer) == connection.incarnation:
             return
         self._lost[connection.peer] = connection.incarnation
@@ -380,19 +382,27 @@ class Endpoint:
 
     # Weights.
 
-    def stage_weights(self, name: str, version: int, weights: Mapping[str, Tree]) -> StagedWeights:
+    def stage_weights(
+        self, name: str, version: int, weights: Mapping[str, Tree], *, timeout_s: float | None = None
+    ) -> StagedWeights:
         """Writes a version of named tensors to shared memory, once, for any number of readers.
 
-        `weights` maps names to numpy arrays or tensors of any shape and dtype, or to `Shard`s of larger ones.
-        Blocks for the digests and the copy. Raises ValueError for a version that is not newer than the last. The
-        version before the last is withdrawn.
+        `weights` maps names to numpy arrays or tensors of any shape and dtype, or to `Shard`s of larger ones. It takes
+        the place of the version before, whose memory is used again unless a reader holds an array of it. That version
+        is readable beside it for as long as a receiver of another host is in the midst of it, or has it as the base of
+        its next changes, if the quota has room for both.
+
+        Blocks for the digests, the copy and, while the quota is used up, for readers to let go. Raises ValueError for a
+        version that is not newer than the last, PayloadError for what is no array, CommError for weights that do not
+        fit into the quota beside those of other names, and TimeoutError_ after `timeout_s` seconds: then the version
+        before may be withdrawn, and the next to be staged is the next to be had.
         """
-        return self._weights.stage(name, version, weights)
+        return self._weights.stage(name, version, weights, timeout_s=timeout_s)
 
     def offer_weights(self, name: str, version: int, weights: Mapping[str, Tree]) -> None:
         """Offers a version where it is, to receivers that stream it (`WeightReceiver.stream`). Does not block.
 
-        `weights` is as in `stage_weights`, and must stay as it is until this endpoint is closed.
+        `weights` is as in `stage_weights`, and must stay as it is until it is released or this endpoint is closed.
         """
         self._weights.offer(name, version, weights)
 
@@ -402,8 +412,8 @@ class Endpoint:
         """Returns a version's tensors, of this host in place, for reading only. Blocks until `source` has staged it.
 
         They stay as they are for as long as any of them is kept. All digests are checked the first time, one in eight
-        later. Raises PayloadError for a digest that differs, RemoteError for a version that is withdrawn, PeerLostError
-        when the source dies, TimeoutError_ after `timeout_s` seconds.
+        later. Raises PayloadError for a digest that differs, RemoteError for a version that is withdrawn, naming those
+        that are there, PeerLostError when the source dies, TimeoutError_ after `timeout_s` seconds.
         """
         deadline = Deadline(timeout_s)
         if route(self.address, self.address_of(source), "cpu").backend == "grpc":
@@ -411,10 +421,16 @@ class Endpoint:
             receiver.prepare(version, timeout_s=timeout_s)
             receiver.commit(weights.update)
             return weights
-        answer = self.request(source, SERVICE, "fetch", (name, version), timeout_s=deadline.left_s)
+        asked = (name, version, next(reader_numbers))
+        try:
+            answer = self.request(source, SERVICE, "fetch", asked, timeout_s=deadline.left_s)
+        except TimeoutError_:
+            # It is awaited no more.
+            self.request_async(source, SERVICE, "done", asked)
+            raise
 
         def ask() -> Tree:
-            return self.request(source, SERVICE, "digests", (name, version), timeout_s=deadline.left_s)
+            return self.request(source, SERVICE, "digests", asked, timeout_s=deadline.left_s)
 
         return dict(self._reader.check(source, name, version, answer, ask))
 
@@ -438,9 +454,12 @@ class Endpoint:
     ) -> WeightReceiver:
         """Returns this rank's receiver of weights that `sources` stage, each its own shards. Does not block.
 
-        `wanted` maps names to the boxes it wants; None is every tensor, whole. `first_source` says which source is
-        asked first where several have the same part: give receivers different ones. With `delta` sources on other
-        hosts send only the elements that changed since the version prepared before, to the bit; that version is kept.
+        `wanted` maps names to the boxes it wants; None is every tensor, whole. `bucket_bytes` is how much is loaded at
+        a time, in whole wanted parts: one that is larger is a bucket of its own, so the largest of them bounds what a
+        bucket costs. `first_source` says which source is asked first where several have the same part: give receivers
+        different ones. With `delta` sources on other hosts send only the elements that changed since the version
+        prepared before, to the bit; that version is kept here, and at the source while it has room for two. Raises
+        ValueError where there are no sources.
         """
         return WeightReceiver(
             self,
@@ -453,9 +472,9 @@ class Endpoint:
         )
 
     def release_weights(self, name: str, version: int) -> None:
-        """Withdraws a staged version; readers keep what they hold. Does not block.
+        """Withdraws a version that is staged or offered; readers keep what they hold. Does not block.
 
-        Raises ValueError for one that is not staged.
+        Raises ValueError for one that is neither.
         """
         self._weights.release(name, version)
 

@@ -191,7 +191,7 @@ def decode(
     if zlib.crc32(head) != _CHECKED:
         raise PayloadError("got a tree that does not match its check: the payload was altered")
     reader, parts = _TREE_ALONE, None
-    if head_end < size or lifted or device is not None:
+    if head_end < size or lifted or device is not None or places is not None:
         parts = _Parts(data, head_end, places)
         unpickles = allow_pickle and layout == _LAYOUT_WITH_PICKLE
         reader = TreeReader(parts.take, unpickles=unpickles, lifted=lifted, device=device)

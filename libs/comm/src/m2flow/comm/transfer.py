@@ -6,11 +6,12 @@ together in buckets and loaded. Killed before, it serves the old version; failed
 until it has committed again.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,14 +19,14 @@ from m2flow.comm import _torch
 from m2flow.comm._changes import Changes, changed
 from m2flow.comm._copying import Copy, copier
 from m2flow.comm._deadline import Deadline
-from m2flow.comm.errors import CommError, PayloadError, TimeoutError_
+from m2flow.comm.errors import CommError, PayloadError, PeerLostError, TimeoutError_
 from m2flow.comm.payload import Tree, encode
 from m2flow.comm.resharding import Box, Piece, cover, run
 from m2flow.comm.routing import Address, route
-from m2flow.comm.weights import SERVICE, Arrays, WeightReader, digest, read_layout
+from m2flow.comm.weights import SERVICE, Arrays, WeightReader, digest, read_layout, reader_numbers
 
 DEFAULT_BUCKET_BYTES = 64 << 20
-# Loads a bucket of whole wanted parts: what the engine at the receiver does with them.
+# Loads a bucket of whole wanted parts, one at least: what the engine at the receiver does with them.
 Load = Callable[[Mapping[str, Tree]], None]
 
 
@@ -81,8 +82,8 @@ class Prepared(NamedTuple):
 class WeightReceiver:
     """One rank that takes weights. `wanted` maps names to the boxes it wants; None is every tensor, whole.
 
-    `version` is what it serves, None before the first commit and after a failed one. Not thread-safe: one thread
-    prepares and commits.
+    `version` is what it serves, None before the first commit and after a failed one. A bucket is as many wanted parts
+    as fit into `bucket_bytes`, or one that is larger. Not thread-safe: one thread prepares and commits.
     """
 
     def __init__(
@@ -99,6 +100,9 @@ class WeightReceiver:
         self.version: int | None = None
         self._caller = caller
         self._name = name
+        self._number = next(reader_numbers)
+        if not sources:
+            raise ValueError(f"weights {name!r}: got no sources, want one at least")
         # Receivers that begin with different sources spread their load where shards are copies.
         shift = first_source % len(sources)
         self._sources = [*sources[shift:], *sources[:shift]]
@@ -116,18 +120,25 @@ class WeightReceiver:
     def prepare(self, version: int, *, timeout_s: float | None = None) -> Prepared:
         """Gets and checks a version, beside the one that is served. Blocks until the sources have staged it.
 
-        Raises ValueError naming a tensor or part that no source has, PayloadError for bytes that are not those that
-        were staged, PeerLostError or TimeoutError_ naming a source. Whatever it raises, the old version serves on.
+        Raises ValueError naming a tensor or part that no source has, or a tensor whose shards are not of one dtype,
+        PayloadError for bytes that are not those that were staged, RemoteError for a version that is withdrawn or only
+        offered, PeerLostError or TimeoutError_ naming a source. Whatever it raises, the old version serves on.
         """
         deadline = Deadline(timeout_s)
         self._moved_bytes = 0
-        # What is on this host is mapped at once, its layout with it.
-        asked = {
-            source: self._caller.request_async(source, SERVICE, "fetch", (self._name, version))
+        near = [
+            source
             for source in self._sources
             if route(self._caller.address, self._caller.address_of(source), "cpu").backend != "grpc"
-        }
-        mapped = {source: self._answer(source, answer, deadline) for source, answer in asked.items()}
+        ]
+        with self._reading(version, [source for source in self._sources if source not in near]):
+            return self._prepare(version, near, deadline)
+
+    def _prepare(self, version: int, near: Sequence[str], deadline: Deadline) -> Prepared:
+        # What is on this host is mapped at once, its layout with it.
+        args = (self._name, version, self._number)
+        asked = {source: self._caller.request_async(source, SERVICE, "fetch", args) for source in near}
+        mapped = {source: self._answer(source, "fetch", answer, deadline) for source, answer in asked.items()}
         plan = self._plan(version, deadline, mapped)
         given: dict[str, Given] = {}
         checking_s = 0.0
@@ -139,6 +150,9 @@ class WeightReceiver:
             else:
                 given[source], seconds = self._moved(source, version, plan, deadline)
                 checking_s += seconds
+        for name, (_, moves) in plan.items():
+            if len(moves) > 1:
+                _check_dtypes(name, [_dtype(given, name, move) for move in moves])
         self._prepared = (version, plan, given)
         nbytes = sum(_nbytes(given, name, moves) for name, (_, moves) in plan.items())
         return Prepared(version, nbytes, deadline.elapsed_s - checking_s, checking_s, self._moved_bytes)
@@ -146,11 +160,12 @@ class WeightReceiver:
     def commit(self, load: Load) -> int:
         """Loads the prepared version, bucket by bucket, and serves it; returns it. Blocks while `load` runs.
 
-        A part that one source holds as it is wanted is given in place, for reading only; others are put together, at
-        most a bucket of them at a time. When `load` raises, nothing is served until a commit succeeds. Raises CommError
+        A part that one source holds as it is wanted is given in place, for reading only; others are put together, a
+        bucket of them at a time. When `load` raises, nothing is served until a commit succeeds. Raises CommError
         where nothing is prepared.
         """
-        version, plan, given = self._begin()
+        version, plan, given = self._ready()
+        self.version = None
         names = list(plan)
         sizes = [_nbytes(given, name, plan[name][1]) for name in names]
         for start, stop in _runs(sizes, self._bucket_bytes):
@@ -164,14 +179,21 @@ class WeightReceiver:
     def commit_into(self, targets: Mapping[str, Tree]) -> int:
         """Like `commit`, copying every element once, straight into arrays or tensors of the wanted shapes.
 
-        Raises ValueError for a target of another shape, CommError where nothing is prepared. Blocks for the copy.
+        Numbers take the width of the target's. Raises ValueError for a target of another shape, for one of a kind that
+        would cut them short, as int does floats, and for an array where a tensor came or the other way round: the old
+        version serves on. Raises CommError where nothing is prepared. Blocks for the copy.
         """
-        version, plan, given = self._begin()
+        version, plan, given = self._ready()
+        for name, (box, moves) in plan.items():
+            target, came = targets[name], _dtype(given, name, moves[0])
+            if target.shape != box.shape:
+                raise ValueError(f"commit_into: {name!r} has shape {tuple(target.shape)}, want {box.shape}")
+            if target.dtype is not came and not _torch.converts(came, target.dtype):
+                raise ValueError(f"commit_into: {name!r} is of {target.dtype}, want {came} as it came, or its kind")
+        self.version = None
         copy = copier(sum(_nbytes(given, name, moves) for name, (_, moves) in plan.items()))
         for name, (box, moves) in plan.items():
             target = targets[name]
-            if target.shape != box.shape:
-                raise ValueError(f"commit_into: {name!r} has shape {tuple(target.shape)}, want {box.shape}")
             if not _copied(target, name, moves, given, copy):
                 own = target.detach() if _torch.is_tensor(target) else target
                 for move in moves:
@@ -182,11 +204,16 @@ class WeightReceiver:
         """Gets, checks and loads a version a bucket at a time, and serves it; returns it. Blocks while `load` runs.
 
         For a receiver that serves nothing yet: no more than two buckets of the version are in memory beside what
-        `load` makes of them, and the sources may have merely offered it. Raises as `prepare` does; then nothing is
-        served until a commit, or another stream, succeeds.
+        `load` makes of them, and the sources may have merely offered it. `timeout_s` is for all of it, `load` too.
+        Raises as `prepare` does; then nothing is served until a commit, or another stream, succeeds.
         """
         self.version = None
-        plan = self._plan(version, Deadline(timeout_s), {})
+        with self._reading(version, self._sources):
+            self._stream(version, load, Deadline(timeout_s))
+        return self._end(version)
+
+    def _stream(self, version: int, load: Load, deadline: Deadline) -> None:
+        plan = self._plan(version, deadline, {})
         names = list(plan)
         runs = list(_runs([plan[name][0].num_elements() * 8 for name in names], self._bucket_bytes))
         ask = partial(self._ask, version, plan)
@@ -197,11 +224,37 @@ class WeightReceiver:
                 following = ask(names[slice(*runs[number + 1])])
             pieces: dict[str, list[tuple[Box, Tree]]] = {name: [] for name in names[slice(*bounds)]}
             for source, moves, answer in asked:
-                for (name, move), (array, expected) in zip(moves, answer.result(timeout_s), strict=True):
-                    self._check(version, source, name, array, expected)
+                found = self._answer(source, "slices", answer, deadline)
+                for (name, move), (array, expected) in zip(moves, found, strict=True):
+                    if digest(array) != expected:
+                        raise self._altered(version, source, name)
                     pieces[name].append((move.box, array))
-            load({name: _put_together(plan[name][0], found) for name, found in pieces.items()})
-        return self._end(version)
+            for name, parts in pieces.items():
+                _check_dtypes(name, [array.dtype for _, array in parts])
+            load({name: _put_together(plan[name][0], parts) for name, parts in pieces.items()})
+
+    @contextlib.contextmanager
+    def _reading(self, version: int, in_parts: Sequence[str]) -> Iterator[None]:
+        """Tells the sources that are read part by part afterwards that it is done; where it fails, all of them."""
+        told: Sequence[str] = self._sources
+        try:
+            yield
+            told = in_parts
+        except PeerLostError as error:
+            told = [source for source in self._sources if source != error.peer]
+            raise
+        finally:
+            for source in told:
+                self._done(source, version)
+
+    def _done(self, source: str, version: int | None) -> None:
+        """Tells a source that no more is asked of a version, and it is awaited no longer; does not wait for it."""
+        if version is not None and version != self._base_of(source)[0]:
+            with contextlib.suppress(CommError):
+                self._caller.request_async(source, SERVICE, "done", (self._name, version, self._number))
+
+    def _base_of(self, source: str) -> tuple[int | None, dict[tuple[str, Box], Tree]]:
+        return self._bases.get(source, (None, {}))
 
     def _ask(
         self, version: int, plan: Plan, names: Sequence[str]
@@ -211,15 +264,15 @@ class WeightReceiver:
         for source in self._sources:
             moves = _moves_of(source, plan, names)
             if moves:
-                args = (self._name, version, _slices(moves))
+                args = (self._name, version, self._number, _bounds(moves))
                 asked.append((source, moves, self._caller.request_async(source, SERVICE, "slices", args)))
         return asked
 
-    def _answer(self, source: str, answer: "Future[Tree]", deadline: Deadline) -> Tree:
+    def _answer(self, source: str, method: str, answer: "Future[Tree]", deadline: Deadline) -> Tree:
         try:
             return answer.result(deadline.left_s)
         except TimeoutError:
-            call = f"{SERVICE}.fetch"
+            call = f"{SERVICE}.{method}"
             raise TimeoutError_(channel=call, key=None, peer=source, elapsed_s=deadline.elapsed_s) from None
 
     def _plan(self, version: int, deadline: Deadline, mapped: Mapping[str, Tree]) -> Plan:
@@ -229,7 +282,7 @@ class WeightReceiver:
             if source in mapped:
                 packed[source] = mapped[source]["layout"]
             else:
-                args = (self._name, version)
+                args = (self._name, version, self._number)
                 packed[source] = self._caller.request(source, SERVICE, "layout", args, timeout_s=deadline.left_s)
         spelt = encode(packed).to_bytes()
         if self._planned is None or self._planned[0] != spelt:
@@ -238,14 +291,12 @@ class WeightReceiver:
             self._planned = spelt, plan
         return self._planned[1]
 
-    def _check(self, version: int, source: str, name: str, array: Tree, expected: int) -> None:
-        if digest(array) != expected:
-            raise PayloadError(f"weights {self._name!r} version {version} of {source!r}: {name!r} was altered")
+    def _altered(self, version: int, source: str, name: str) -> PayloadError:
+        return PayloadError(f"weights {self._name!r} version {version} of {source!r}: {name!r} was altered")
 
-    def _begin(self) -> tuple[int, Plan, dict[str, Given]]:
+    def _ready(self) -> tuple[int, Plan, dict[str, Given]]:
         if self._prepared is None:
             raise CommError(f"weights {self._name!r}: nothing is prepared: call prepare first")
-        self.version = None
         return self._prepared
 
     def _end(self, version: int) -> int:
@@ -260,7 +311,7 @@ class WeightReceiver:
 
     def _checked(self, source: str, version: int, answer: Tree, deadline: Deadline) -> Arrays:
         """Returns the arrays of a source on this host, in place, once their digests are checked."""
-        args = (self._name, version)
+        args = (self._name, version, self._number)
         ask = partial(self._caller.request, source, SERVICE, "digests", args, timeout_s=deadline.left_s)
         return self._reader.check(source, self._name, version, answer, ask)
 
@@ -269,25 +320,39 @@ class WeightReceiver:
     ) -> tuple[Mapping[tuple[str, Box], Tree], float]:
         """Returns what is wanted of a source that is reached over a network, and the seconds spent on checking it."""
         # Only what is wanted is moved, a bucket at a time; of what this end has had, only what changed.
-        base, had = self._bases.get(source, (None, {}))
+        base, had = before, _ = self._base_of(source)
         have: dict[tuple[str, Box], Tree] = {}
         seconds = 0.0
         every = _moves_of(source, plan, plan)
         for start, stop in _runs([move.box.num_elements() * 8 for _, move in every], self._bucket_bytes):
             moves = every[start:stop]
             known = all((name, move.box) in had for name, move in moves)
-            args = (self._name, version, _slices(moves), base if known else None)
-            answer = self._caller.request(source, SERVICE, "slices", args, timeout_s=deadline.left_s)
-            for (name, move), (found, expected) in zip(moves, answer, strict=True):
-                self._moved_bytes += int(found.nbytes)
-                started = time.monotonic()
-                array = changed(had[name, move.box], found) if isinstance(found, Changes) else found
-                self._check(version, source, name, array, expected)
+            came = self._slices(source, version, moves, base if known else None, deadline)
+            started = time.monotonic()
+            arrays = [_made(had.get((name, move.box)), *one) for (name, move), one in zip(moves, came, strict=True)]
+            if known and any(array is None for array in arrays):
+                # What the source has as the base is another version than came by that number: it was started anew.
+                base, had = None, {}
+                came = self._slices(source, version, moves, base, deadline)
+                arrays = [_made(None, *one) for one in came]
+            for (name, move), array in zip(moves, arrays, strict=True):
+                if array is None:
+                    raise self._altered(version, source, name)
                 have[name, move.box] = array
-                seconds += time.monotonic() - started
+            seconds += time.monotonic() - started
         if self._delta:
             self._bases[source] = version, have
+            self._done(source, before)
         return have, seconds
+
+    def _slices(
+        self, source: str, version: int, moves: Sequence[tuple[str, _Move]], base: int | None, deadline: Deadline
+    ) -> list[tuple[Tree, int]]:
+        """Gets slices, each with its digest: of some perhaps only what changed since the version `base`."""
+        args = (self._name, version, self._number, _bounds(moves), base)
+        came: list[tuple[Tree, int]] = self._caller.request(source, SERVICE, "slices", args, timeout_s=deadline.left_s)
+        self._moved_bytes += sum(int(found.nbytes) for found, _ in came)
+        return came
 
 
 def _moves(name: str, box: Box, layouts: Layouts) -> list[_Move]:
@@ -307,7 +372,8 @@ def cover_named(name: str, box: Box, layouts: Layouts) -> list[Piece]:
     if len(shards[0][1].shape) != len(box.shape):
         raise ValueError(f"tensor {name!r}: got a box of {len(box.shape)} dims, want {len(shards[0][1].shape)}")
     try:
-        return cover(box, shards)
+        # Of what has no elements a piece that has none, which says what it is.
+        return cover(box, shards) or [Piece(shards[0][0], Box(shards[0][1].offset, (0,) * len(box.shape)))]
     except ValueError as error:
         raise ValueError(f"tensor {name!r}: {error}") from error
 
@@ -316,7 +382,7 @@ def _moves_of(source: str, plan: Plan, names: Iterable[str]) -> list[tuple[str, 
     return [(name, move) for name in names for move in plan[name][1] if move.source == source]
 
 
-def _slices(moves: Sequence[tuple[str, _Move]]) -> list[tuple[str, list[tuple[int, int]]]]:
+def _bounds(moves: Sequence[tuple[str, _Move]]) -> list[tuple[str, list[tuple[int, int]]]]:
     """Boxes of global offsets as bounds within the shards that a source has."""
     return [(name, [(part.start, part.stop) for part in move.box.slices(move.shard)]) for name, move in moves]
 
@@ -326,6 +392,32 @@ def _array(given: Mapping[str, Given], name: str, move: _Move) -> Tree:
     if not isinstance(found, Arrays):
         return found[name, move.box]
     return found[name] if move.box == move.shard else found[name][(*move.box.slices(move.shard), ...)]
+
+
+def _dtype(given: Mapping[str, Given], name: str, move: _Move) -> Any:
+    found = given[move.source]
+    return found.known.dtypes[name] if isinstance(found, Arrays) else found[name, move.box].dtype
+
+
+def _check_dtypes(name: str, dtypes: Iterable[Any]) -> None:
+    # By name, as torch's and numpy's do not compare.
+    names = sorted({str(dtype) for dtype in dtypes})
+    if len(names) > 1:
+        raise ValueError(f"tensor {name!r}: got shards of dtypes {', '.join(names)}, want them of one")
+
+
+def _made(old: Tree, found: Tree, expected: int) -> Tree:
+    """Returns what was staged, of an array or of the changes to `old`; None where its digest is not the expected."""
+    if not isinstance(found, Changes):
+        array = found
+    elif old is None:
+        return None
+    else:
+        try:
+            array = changed(old, found)
+        except (IndexError, ValueError):
+            return None
+    return array if digest(array) == expected else None
 
 
 def _nbytes(given: Mapping[str, Given], name: str, moves: Sequence[_Move]) -> int:
@@ -374,7 +466,7 @@ def _address(target: Tree) -> int:
 def _put_together(box: Box, pieces: Sequence[tuple[Box, Tree]]) -> Tree:
     if len(pieces) == 1 and pieces[0][0] == box:
         return pieces[0][1]
-    first: Tree = pieces[0][1] if pieces else np.empty(0)
+    first = pieces[0][1]
     whole = first.new_empty(box.shape) if _torch.is_tensor(first) else np.empty(box.shape, first.dtype)
     for part, array in pieces:
         whole[part.slices(box)] = array

@@ -10,7 +10,6 @@ import itertools
 import threading
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -20,15 +19,17 @@ import numpy as np
 from m2flow.comm import _torch
 from m2flow.comm._calls import Lend, Request
 from m2flow.comm._changes import changes
-from m2flow.comm._segments import Pool, Slot
+from m2flow.comm._deadline import Deadline
+from m2flow.comm._segments import Pool, Slot, slot_bytes
 from m2flow.comm._tree import Bytes
-from m2flow.comm.errors import PayloadError
-from m2flow.comm.payload import Place, Tree, decode, encode, structure
+from m2flow.comm.errors import CommError, PayloadError, TimeoutError_
+from m2flow.comm.payload import Encoded, Place, Tree, decode, encode, structure
 from m2flow.comm.resharding import Box, Shard
 
 SERVICE = "m2flow.weights"
-_KEPT_VERSIONS = 2
 _SAMPLE = 8
+# One for each reader of this process that reads a version with several requests.
+reader_numbers = itertools.count()
 
 
 class StagedWeights(NamedTuple):
@@ -39,117 +40,265 @@ class StagedWeights(NamedTuple):
     digest_seconds: float
 
 
+class _Reader(NamedTuple):
+    """Who reads a version with several requests: its connection, and its own number there."""
+
+    session: int
+    number: int
+
+
 class _Staged(NamedTuple):
-    """A version in shared memory, as a payload."""
+    """A version in shared memory, as a payload, and who reads it part by part: they have yet to say that it is done."""
 
     slot: Slot
     size_bytes: int
+    readers: set[_Reader]
 
 
 class _Awaited(NamedTuple):
     """A request for a version that is yet to be staged."""
 
     version: int
+    reader: _Reader
+    in_parts: bool
     read: Callable[[Tree], Tree] | None
     answer: "Future[Lend]"
 
 
+class _Line:
+    """The versions of one name: what is staged, the newest that there has been, and who waits for a later one."""
+
+    def __init__(self) -> None:
+        self.staged: dict[int, _Staged] = {}
+        self.newest: int | None = None
+        self.num_staged = 0
+        self.awaited: list[_Awaited] = []
+        # Held while a version is staged, which then has so much memory or will have.
+        self.staging = threading.Lock()
+        self.reserved_bytes = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the quota that this name has, or will have soon."""
+        return self.reserved_bytes + sum(staged.slot.size_bytes for staged in self.staged.values())
+
+    def take_staged(self, which: Callable[[int, _Staged], bool]) -> list[_Staged]:
+        """Takes versions out."""
+        return [self.staged.pop(version) for version, staged in list(self.staged.items()) if which(version, staged)]
+
+    def take_unread(self) -> list[_Staged]:
+        """Takes out what is older than the newest and is not read any more."""
+        return self.take_staged(lambda version, staged: version != self.newest and not staged.readers)
+
+    def take_awaited(self, which: Callable[[_Awaited], bool]) -> list[_Awaited]:
+        """Takes requests out that wait."""
+        taken = [asked for asked in self.awaited if which(asked)]
+        self.awaited = [asked for asked in self.awaited if not which(asked)]
+        return taken
+
+
 class WeightStore:
-    """The versions that this process offers, the last two of each name."""
+    """What this process offers: the newest version of each name, and the one before while it is read part by part."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._staged: dict[str, dict[int, _Staged]] = {}
+        self._lines: dict[str, _Line] = {}
         self._offered: dict[tuple[str, int], Tree] = {}
-        self._num_staged: Counter[str] = Counter()
-        # By name: the newest version there has been, and who waits for a newer one.
-        self._newest: dict[str, int] = {}
-        self._awaited: dict[str, list[_Awaited]] = {}
         self._lock = threading.Lock()
 
-    def stage(self, name: str, version: int, weights: Mapping[str, Tree]) -> StagedWeights:
-        """Copies a version into shared memory and offers it; blocks for the copy.
-
-        The version before the last is withdrawn; its memory is used again once no reader holds an array of it. Raises
-        ValueError for a version that is not newer, PayloadError for what is no array.
-        """
+    def stage(
+        self, name: str, version: int, weights: Mapping[str, Tree], *, timeout_s: float | None = None
+    ) -> StagedWeights:
+        """Copies a version into shared memory and offers it in the place of the one before; see `stage_weights`."""
+        deadline = Deadline(timeout_s)
         started = time.monotonic()
         arrays = {key: value.data if isinstance(value, Shard) else value for key, value in weights.items()}
         layout = packed_layout(weights)
-        digests = {key: digest(arrays[key]) for key in self._checked(name, list(arrays))}
-        digested = time.monotonic()
-        payload = encode({"digests": digests, "layout": layout, "weights": encode(arrays)})
-        self._withdraw(name, version)
-        staged = _Staged(self._pool.take(payload.size_bytes), payload.size_bytes)
-        payload.write_into(staged.slot.view(payload.size_bytes))
-        with self._lock:
-            self._staged.setdefault(name, {})[version] = staged
-            self._newest[name] = version
-            awaited = self._awaited.pop(name, [])
-            if later := [waiting for waiting in awaited if waiting.version > version]:
-                self._awaited[name] = later
-            lent = [(waiting, self._lend(staged, waiting.read)) for waiting in awaited if waiting.version == version]
-        for waiting, lend in lent:
-            waiting.answer.set_result(lend)
-        for waiting in awaited:
-            if waiting.version < version:
-                # Passed over: it does not come any more.
-                waiting.answer.set_exception(self._withdrawn(name, waiting.version))
+        line = self._line(name)
+        if not line.staging.acquire(timeout=-1.0 if timeout_s is None else timeout_s):
+            raise _timed_out(name, "another thread that stages a version of it", deadline)
+        try:
+            keys = list(arrays)
+            checked = keys[line.num_staged % _SAMPLE :: _SAMPLE] if line.num_staged else keys
+            digests = {key: digest(arrays[key]) for key in checked}
+            digested = time.monotonic()
+            payload = encode({"digests": digests, "layout": layout, "weights": encode(arrays)})
+            self._make_room(name, line, version, payload.size_bytes)
+            staged = None
+            try:
+                staged = self._written(payload, deadline)
+            except TimeoutError as error:
+                raise _timed_out(name, f"a reader to let go of shared memory ({error})", deadline) from error
+            finally:
+                self._publish(name, line, version, staged)
+        finally:
+            line.staging.release()
         return StagedWeights(payload.size_bytes, time.monotonic() - digested, digested - started)
 
     def offer(self, name: str, version: int, weights: Mapping[str, Tree]) -> None:
         """Offers a version where it is, to readers that stream it; nothing is copied until they do.
 
-        It must stay as it is for as long as the store is open.
+        It must stay as it is until it is released or the store is closed.
         """
         arrays = {key: value.data if isinstance(value, Shard) else value for key, value in weights.items()}
         layout = packed_layout(weights)
         with self._lock:
             self._offered[name, version] = {"layout": layout, "weights": arrays}
 
-    def _checked(self, name: str, keys: list[str]) -> list[str]:
-        number = self._num_staged[name]
-        self._num_staged[name] += 1
-        return keys[number % _SAMPLE :: _SAMPLE] if number else keys
-
     def release(self, name: str, version: int) -> None:
-        """Withdraws a version; readers keep what they hold. Raises ValueError for one that is not staged."""
+        """Withdraws a version; readers keep what they hold. Raises ValueError for one that is not here."""
         with self._lock:
-            staged = self._staged.get(name, {}).pop(version, None)
-        if staged is None:
-            raise ValueError(f"weights {name!r} version {version} are not staged here")
-        self._pool.let_go(staged.slot)
+            line = self._lines.get(name)
+            staged = None if line is None else line.staged.pop(version, None)
+            offered = self._offered.pop((name, version), None)
+        if staged is not None:
+            self._pool.let_go(staged.slot)
+        elif offered is None:
+            raise ValueError(f"weights {name!r} version {version} are neither staged nor offered here")
 
     def close(self) -> None:
         """Withdraws everything; readers keep what they hold."""
         with self._lock:
-            staged = [found for versions in self._staged.values() for found in versions.values()]
-            self._staged.clear()
+            staged = [found for line in self._lines.values() for found in line.take_staged(lambda *_: True)]
             self._offered.clear()
-        for found in staged:
-            self._pool.let_go(found.slot)
+        self._let_go(staged)
         self._pool.trim()
 
     def handle(self, request: Request) -> Any:
-        """Answers "fetch", "layout", "digests" or "slices" of a version, at once or when it is staged; or "newest"."""
-        if request.method == "newest":
-            return self._newest.get(request.args[0], -1)
-        name, version, *slices = request.args
+        """Answers "fetch", "layout", "digests" or "slices" of a version, at once or when it is staged; or "newest".
+
+        Who has asked for a layout or for slices says "done" when it needs no more of them; until then the version stays
+        beside the next one. "done" also ends its waiting for a version.
+        """
+        method = request.method
+        if method == "newest":
+            newest = self._line(request.args[0]).newest
+            return -1 if newest is None else newest
+        name, version, number, *slices = request.args
+        reader = _Reader(request.session, number)
+        if method == "done":
+            self._done(self._line(name), version, reader)
+            return None
         offered = self._offered.get((name, version))
         if offered is not None:
-            if request.method == "layout":
-                return offered["layout"]
-            return self._slices(name, offered["weights"], *slices)
+            if method not in ("layout", "slices"):
+                raise ValueError(f"weights {name!r} version {version} are only offered: stream them, or stage them")
+            return offered["layout"] if method == "layout" else self._slices(name, offered["weights"], *slices)
 
         def read(tree: Tree) -> Tree:
-            if request.method == "layout":
+            if method == "layout":
                 return tree["layout"]
             weights = decode(tree["weights"])
-            if request.method == "digests":
+            if method == "digests":
                 return {key: digest(value) for key, value in weights.items()}
             return self._slices(name, weights, *slices)
 
-        return self._find(name, version, None if request.method == "fetch" else read)
+        in_parts = method in ("layout", "slices")
+        asked = _Awaited(version, reader, in_parts, None if method == "fetch" else read, Future())
+        return self._find(name, asked)
+
+    def on_gone(self, session: int) -> None:
+        """Takes note of a connection that is gone: what was read over it is done, and nobody waits there."""
+        with self._lock:
+            lines = list(self._lines.values())
+            gone, unread = [], []
+            for line in lines:
+                gone += line.take_awaited(lambda asked: asked.reader.session == session)
+                for staged in line.staged.values():
+                    staged.readers.difference_update([one for one in staged.readers if one.session == session])
+                unread += line.take_unread()
+        self._let_go(unread)
+        _give_up(gone)
+
+    def _line(self, name: str) -> _Line:
+        with self._lock:
+            return self._lines.setdefault(name, _Line())
+
+    def _make_room(self, name: str, line: _Line, version: int, size_bytes: int) -> None:
+        """Withdraws what is older, but for the version before where somebody reads it and both fit.
+
+        Raises CommError for a version that never fits.
+        """
+        with self._lock:
+            if line.newest is not None and version <= line.newest:
+                raise ValueError(f"weights {name!r}: got version {version}, want more than the staged {line.newest}")
+            needed = slot_bytes(size_bytes)
+            kept = sum(other.kept_bytes for other in self._lines.values() if other is not line)
+            room = self._pool.quota_bytes - kept - needed
+            if room < 0:
+                raise CommError(
+                    f"weights {name!r} version {version}: got {size_bytes} bytes beside {kept} of other weights that "
+                    f"are staged here, want at most the quota of {self._pool.quota_bytes} in all: raise quota_bytes, "
+                    "or release what is staged"
+                )
+
+            def makes_way(at: int, staged: _Staged) -> bool:
+                is_read = staged.readers or staged.slot.holds > 1
+                return at != line.newest or not is_read or staged.slot.size_bytes > room
+
+            old = line.take_staged(makes_way)
+            line.reserved_bytes = needed
+        self._let_go(old)
+
+    def _written(self, payload: Encoded, deadline: Deadline) -> _Staged:
+        slot = self._pool.take(payload.size_bytes, deadline)
+        try:
+            payload.write_into(slot.view(payload.size_bytes))
+        except BaseException:
+            self._pool.let_go(slot)
+            raise
+        return _Staged(slot, payload.size_bytes, set())
+
+    def _publish(self, name: str, line: _Line, version: int, staged: _Staged | None) -> None:
+        """Ends the staging of a version, with None where it failed: answers all who wait for it or for older ones."""
+        with self._lock:
+            line.reserved_bytes = 0
+            if staged is not None:
+                line.staged[version] = staged
+                line.newest = version
+                line.num_staged += 1
+            due = line.take_awaited(lambda asked: line.newest is not None and asked.version <= line.newest)
+            lent = [(asked, self._lend(staged, asked)) for asked in due if staged and asked.version == version]
+            unread = line.take_unread()
+        self._let_go(unread)
+        for asked, lend in lent:
+            asked.answer.set_result(lend)
+        for asked in due:
+            if not asked.answer.done():
+                # Passed over: it does not come any more.
+                asked.answer.set_exception(_withdrawn(name, asked.version, line))
+
+    def _find(self, name: str, asked: _Awaited) -> "Lend | Future[Lend]":
+        line = self._line(name)
+        with self._lock:
+            staged = line.staged.get(asked.version)
+            if staged is not None:
+                return self._lend(staged, asked)
+            # What has just made way for the next version is refused once that is there to be named.
+            if line.newest is not None and asked.version <= line.newest and not line.reserved_bytes:
+                raise _withdrawn(name, asked.version, line)
+            line.awaited.append(asked)
+            return asked.answer
+
+    def _lend(self, staged: _Staged, asked: _Awaited) -> Lend:
+        """Returns an answer that holds the slot, before anybody can withdraw the version."""
+        self._pool.hold(staged.slot)
+        if asked.in_parts:
+            staged.readers.add(asked.reader)
+        return Lend(staged.slot, staged.size_bytes, self._pool.let_go, asked.read)
+
+    def _done(self, line: _Line, version: int, reader: _Reader) -> None:
+        with self._lock:
+            gone = line.take_awaited(lambda asked: (asked.reader, asked.version) == (reader, version))
+            if version in line.staged:
+                line.staged[version].readers.discard(reader)
+            unread = line.take_unread()
+        self._let_go(unread)
+        _give_up(gone)
+
+    def _let_go(self, withdrawn: Sequence[_Staged]) -> None:
+        for staged in withdrawn:
+            self._pool.let_go(staged.slot)
 
     def _slices(
         self,
@@ -163,7 +312,7 @@ class WeightStore:
         Of a slice that has changed little since the version `base`, which the reader has, only the changes.
         """
         with self._lock:
-            older = None if base is None else self._staged[name].get(base)
+            older = None if base is None else self._lines[name].staged.get(base)
             if older is not None:
                 self._pool.hold(older.slot)
         try:
@@ -181,37 +330,20 @@ class WeightStore:
             if older is not None:
                 self._pool.let_go(older.slot)
 
-    def _find(self, name: str, version: int, read: Callable[[Tree], Tree] | None) -> "Lend | Future[Lend]":
-        with self._lock:
-            staged = self._staged.get(name, {}).get(version)
-            if staged is not None:
-                return self._lend(staged, read)
-            if version <= self._newest.get(name, version - 1):
-                raise self._withdrawn(name, version)
-            waiting = _Awaited(version, read, Future())
-            self._awaited.setdefault(name, []).append(waiting)
-            return waiting.answer
 
-    def _lend(self, staged: _Staged, read: Callable[[Tree], Tree] | None) -> Lend:
-        """Returns an answer that holds the slot, before anybody can withdraw the version."""
-        self._pool.hold(staged.slot)
-        return Lend(*staged, self._pool.let_go, read)
+def _give_up(waiting: Sequence[_Awaited]) -> None:
+    for asked in waiting:
+        asked.answer.set_exception(ValueError(f"whoever asked for version {asked.version} waits no longer"))
 
-    def _withdrawn(self, name: str, version: int) -> ValueError:
-        staged = sorted(self._staged.get(name, ()))
-        wanted = f"one of {staged}" if staged else f"one after {self._newest[name]}"
-        return ValueError(f"weights {name!r} version {version} are withdrawn, want {wanted}")
 
-    def _withdraw(self, name: str, version: int) -> None:
-        """Makes room for a version: one older stays, for readers that are behind by one."""
-        with self._lock:
-            newest = self._newest.get(name, version - 1)
-            if version <= newest:
-                raise ValueError(f"weights {name!r}: got version {version}, want more than the staged {newest}")
-            versions = self._staged.get(name, {})
-            old = [versions.pop(stale) for stale in sorted(versions)[: 1 - _KEPT_VERSIONS]]
-        for staged in old:
-            self._pool.let_go(staged.slot)
+def _withdrawn(name: str, version: int, line: _Line) -> ValueError:
+    staged = sorted(line.staged)
+    wanted = f"one of {staged}" if staged else f"one after {line.newest}"
+    return ValueError(f"weights {name!r} version {version} are withdrawn, want {wanted}")
+
+
+def _timed_out(name: str, waited_for: str, deadline: Deadline) -> TimeoutError_:
+    return TimeoutError_(channel=f"{SERVICE}.stage", key=name, peer=waited_for, elapsed_s=deadline.elapsed_s)
 
 
 class Known(NamedTuple):

@@ -141,18 +141,20 @@ class PutRequest(_message.Message):
     def __init__(self, items: _Optional[_Union[Items, _Mapping]] = ..., wait: bool = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("key", "iteration", "weight", "at_least", "ack")
+    __slots__ = ("key", "iteration", "weight", "at_least", "ack", "max_bytes")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ITERATION_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     AT_LEAST_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
     key: str
     iteration: int
     weight: float
     at_least: float
     ack: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, key: _Optional[str] = ..., iteration: _Optional[int] = ..., weight: _Optional[float] = ..., at_least: _Optional[float] = ..., ack: _Optional[_Iterable[int]] = ...) -> None: ...
+    max_bytes: int
+    def __init__(self, key: _Optional[str] = ..., iteration: _Optional[int] = ..., weight: _Optional[float] = ..., at_least: _Optional[float] = ..., ack: _Optional[_Iterable[int]] = ..., max_bytes: _Optional[int] = ...) -> None: ...
 
 class AckRequest(_message.Message):
     __slots__ = ("leases", "give_back")

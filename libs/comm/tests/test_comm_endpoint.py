@@ -175,6 +175,19 @@ def test_odd_names_are_refused(run_dir: Path, name: str) -> None:
         Endpoint(run_dir, name, token="t")
 
 
+def test_an_odd_name_of_a_peer_is_refused_each_time_and_nothing_is_kept_of_it(make_endpoint: Any) -> None:
+    a = make_endpoint("a")
+    q = a.channel("q", host="b/0")
+    for ask in (lambda: a.request("b/0", "s", ""), lambda: q.put(1), lambda: a.recv("b/0"), lambda: a.send("b/0", 1)):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="got endpoint name 'b/0', want 1 to 64 of"):
+                ask()
+    with pytest.raises(ValueError, match="got endpoint name 'b/0'"):
+        a.add_address("b/0", "127.0.0.1:1")
+    assert a._fabric._all == set()
+    assert a._fabric.mailbox.num_states() == 0
+
+
 def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(ValueError, match="mode 0o700"):

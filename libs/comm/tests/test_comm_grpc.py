@@ -1,5 +1,6 @@
 """Endpoints that reach each other over gRPC: the same calls, channels and deaths, with payloads in the stream."""
 
+import gc
 import logging
 import socket
 import subprocess
@@ -285,6 +286,21 @@ def test_a_second_listener_on_a_port_is_refused(hosts: Pair, tmp_path: Path) -> 
     _, b = hosts
     with pytest.raises(CommError, match="cannot listen"):
         b.listen("256.0.0.1:0")
+
+
+def test_an_endpoint_listens_at_all_its_addresses_until_it_is_closed(tmp_path: Path) -> None:
+    with Endpoint(tmp_path / "b", "b", token="t") as b:
+        b.handle("echo", lambda request: request.args)
+        addresses = [b.listen("127.0.0.1:0"), b.listen(f"unix:{tmp_path}/s")]
+        gc.collect()
+        for number, address in enumerate(addresses):
+            with Endpoint(tmp_path / f"a{number}", "a", token="t", connect_timeout_s=2) as a:
+                a.add_address("b", address)
+                assert a.request("b", "echo", "", number, timeout_s=5) == number
+    with pytest.raises(CommError, match="endpoint 'b' is closed"):
+        b.listen("127.0.0.1:0")
+    # A process that is told where others are may have closed its own end.
+    b.add_address("c", "127.0.0.1:1")
 
 
 def certificates(directory: Path, authority: str) -> Tls:

@@ -5,9 +5,11 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from m2flow.comm import CommError, Endpoint, IterationEnded, PeerLostError, Put, RemoteError, Request, TimeoutError_
@@ -61,6 +63,18 @@ def test_who_closes_its_endpoint_is_not_told_that_its_peer_is_lost(make: Any) ->
         pool.submit(a.close).result()
     with pytest.raises(CommError, match="endpoint 'a' was closed"):
         answer.result(5)
+
+
+def test_who_announces_a_segment_deals_with_nothing_that_wants_the_same_connection(make: Any) -> None:
+    a, b = make("a"), make("b")
+    b.handle("sum", lambda request: request.args.sum())
+    connection = a._fabric.connection("b")
+    b._fabric.loop._calls.append(partial(connection.answered, 0, b""))
+    sums: list[float] = []
+    asks = threading.Thread(target=lambda: sums.append(a.request("b", "sum", "", np.ones(100_000))), daemon=True)
+    asks.start()
+    asks.join(5)
+    assert sums == [100_000]
 
 
 @contextmanager

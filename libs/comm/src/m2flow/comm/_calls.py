@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from m2flow.comm._connection import Connection, message_of, packed_of
 from m2flow.comm._executor import LaneExecutor
 from m2flow.comm._frames import Kind, ProtocolError
+from m2flow.comm._loop import reraise_interrupt
 from m2flow.comm._parking import Parking
 from m2flow.comm._segments import Slot
 from m2flow.comm._tree import Bytes
@@ -122,8 +123,9 @@ class CallServer:
             held_bytes = len(args) if isinstance(args, bytes) or not connection.link.passes_fds else 0
             args = connection.decode(args)
             result = handler(Request(connection.peer, service, method, args, held_bytes, connection.session))
-        except Exception as error:
+        except BaseException as error:
             self._fail(connection, request_id, error)
+            reraise_interrupt(error)
             return
         if isinstance(result, Future):
             if service in self._prompt:
@@ -148,19 +150,31 @@ class CallServer:
     def _answer(self, connection: Connection, request_id: int, result: Any) -> None:
         try:
             lent = isinstance(result, Lend)
+            # No deadline: a thread that answers does not wait for memory, which others answer for.
             payload = _lent(connection, result) if lent else connection.pack(encode(result))
-        except Exception as error:
+            response = comm_pb2.CallResponse(result=message_of(payload)).SerializeToString()
+        except BaseException as error:
             self._fail(connection, request_id, error)
+            reraise_interrupt(error)
             return
-        connection.send(Kind.REPLY, request_id, comm_pb2.CallResponse(result=message_of(payload)).SerializeToString())
+        connection.send(Kind.REPLY, request_id, response)
 
     def _fail(self, connection: Connection, request_id: int, error: BaseException) -> None:
         failure = comm_pb2.Failure(
             type=type(error).__qualname__,
-            message=str(error).encode("utf-8", "replace").decode(),
+            message=_words(error).encode("utf-8", "replace").decode(),
             traceback="".join(traceback.format_exception(error)).encode("utf-8", "replace").decode(),
         )
         connection.send(Kind.REPLY, request_id, comm_pb2.CallResponse(failure=failure).SerializeToString())
+
+
+def _words(error: BaseException) -> str:
+    """Returns what an error says, which is its class's own code."""
+    try:
+        return str(error)
+    except BaseException as unsaid:
+        reraise_interrupt(unsaid)
+        return f"(its __str__ raises {type(unsaid).__qualname__})"
 
 
 def _lent(connection: Connection, lend: Lend) -> bytes | comm_pb2.Block:

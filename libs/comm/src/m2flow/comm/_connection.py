@@ -19,6 +19,7 @@ import numpy as np
 
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import Kind, ProtocolError
+from m2flow.comm._loop import Loop
 from m2flow.comm._mappings import BlockRef, Hold, Mapped, Released
 from m2flow.comm._replies import Awaited, Reply, nothing
 from m2flow.comm._segments import Pool, Segment, Slot
@@ -29,6 +30,10 @@ from m2flow.proto.comm.v1 import comm_pb2
 
 # Up to here a copy through the socket is cheaper than a block and its way back.
 INLINE_BYTES = 32 << 10
+# Who asks a peer waits above this many bytes that are on their way to it.
+HIGH_WATER_BYTES = 8 << 20
+# How often it looks whether it still has to: one that is cancelled ends its deadline.
+_LOOK_S = 0.1
 
 # In place of a segment's id, which is random.
 _DATA = 0
@@ -38,15 +43,18 @@ _sessions = itertools.count(1)
 
 
 class Link(Protocol):
-    """What carries frames: a Unix socket, a gRPC stream, or nothing but the thread that sends."""
+    """What carries frames: a Unix socket, a gRPC stream, or nothing but the thread that sends.
+
+    To send never waits: what the other end does not take yet is kept here, and counted.
+    """
 
     passes_fds: bool
     body_limit: int
 
-    def send(
-        self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True
-    ) -> None: ...
-    def wait_sent(self, timeout_s: float) -> bool: ...
+    @property
+    def unsent_bytes(self) -> int: ...
+    def send(self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None) -> None: ...
+    def wait_sent(self, timeout_s: float | None, at_most_bytes: int) -> bool: ...
     def read_until(self, awaited: Awaited, timeout_s: float | None, ask: Callable[[], None] = nothing) -> None: ...
     def interrupt(self, awaited: Awaited) -> None: ...
     def close(self) -> None: ...
@@ -63,6 +71,7 @@ class Connection:
         pool: Pool,
         released: Released,
         on_segment_gone: Callable[[int], None],
+        loop: Loop,
         *,
         allow_pickle: bool = False,
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
@@ -81,6 +90,10 @@ class Connection:
         self._pool = pool
         self._released = released
         self._on_segment_gone = on_segment_gone
+        self._loop = loop
+        # Of a message and the data that goes ahead of it: so far, and of the largest that had to wait.
+        self._message_bytes = 0
+        self._largest_bytes = 0
         self._ids = itertools.count(1)
         self._calls: dict[int, Reply] = {}
         self._lost: CommError | None = None
@@ -120,10 +133,37 @@ class Connection:
 
     def send(self, kind: Kind, request_id: int, body: bytes | memoryview) -> None:
         """Sends a frame; a closed link is not an error here, as its calls fail by themselves."""
+        link = self.link
         try:
-            self.link.send(kind, request_id, body)
+            link.send(kind, request_id, body)
         except BrokenPipeError:
             return
+        if link.unsent_bytes:
+            self._bound_unsent(kind, len(body))
+
+    def _bound_unsent(self, kind: Kind, size_bytes: int) -> None:
+        """Ends the link to a peer for whom more than the quota waits, beside the largest message of all."""
+        self._message_bytes += size_bytes
+        if kind is Kind.DATA:
+            return
+        self._largest_bytes, self._message_bytes = max(self._largest_bytes, self._message_bytes), 0
+        unsent, quota = self.link.unsent_bytes, self._pool.quota_bytes
+        if unsent > quota + self._largest_bytes:
+            reason = f"it does not take what it is sent: {unsent} bytes wait for it, want at most the quota of {quota}"
+            self._loop.call(partial(self.link.fail, reason))
+
+    def wait_for_room(self, deadline: Deadline) -> bool:
+        """Waits, unless as the io thread, while 8 MiB are on their way to the peer; says whether it took them in time.
+
+        Only who asks with a payload waits. What is small (an acknowledgement, a withdrawal) is bounded by what was
+        asked, and an answer may not keep a thread that answers others too.
+        """
+        if self.link.unsent_bytes <= HIGH_WATER_BYTES or self._loop.inside():
+            return True
+        while (left_s := deadline.left_s) != 0:
+            if self.link.wait_sent(_LOOK_S if left_s is None else min(left_s, _LOOK_S), HIGH_WATER_BYTES):
+                return True
+        return False
 
     def lose(self, error: CommError) -> None:
         """Fails what is under way, and takes back what is lent as unusable.
@@ -147,8 +187,9 @@ class Connection:
     def pack(self, encoded: Encoded, deadline: Deadline | None = None) -> bytes | comm_pb2.Block:
         """Returns what stands for a payload: its bytes, or a block written for or sent to this peer alone.
 
-        Blocks while the quota of shared memory is used up; raises TimeoutError where that lasts until the deadline,
-        PayloadError for a pickle that would leave the host.
+        Blocks while the quota of shared memory is used up; raises TimeoutError where that lasts until the deadline.
+        Without a deadline it does not block: then the message is long. Raises PayloadError for a pickle that would
+        leave the host.
         """
         if encoded.pickles and not self.link.passes_fds:
             raise PayloadError(f"got a pickle for {self.peer!r}, which is reached over gRPC: pickles stay on one host")
@@ -156,7 +197,12 @@ class Connection:
             return encoded.to_bytes()
         if not self.link.passes_fds:
             return self._send_data(encoded.to_bytes())
-        slot = self._pool.take(encoded.size_bytes, deadline)
+        try:
+            slot = self._pool.take(encoded.size_bytes, Deadline(0.0) if deadline is None else deadline)
+        except (CommError, TimeoutError):
+            if deadline is None:
+                return encoded.to_bytes()
+            raise
         try:
             if encoded.from_gpu:
                 slot.segment.pin()
@@ -236,7 +282,7 @@ class Connection:
     def _announce(self, segment: Segment | Mapped) -> None:
         body = comm_pb2.Segment(id=segment.id, size_bytes=segment.size_bytes).SerializeToString()
         try:
-            self.link.send(Kind.SEGMENT, 0, body, segment.fd, wait=False)
+            self.link.send(Kind.SEGMENT, 0, body, segment.fd)
         except BrokenPipeError:
             return
         except OSError as error:

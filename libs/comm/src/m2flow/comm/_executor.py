@@ -71,8 +71,8 @@ class LaneExecutor:
             job = jobs[0]
         try:
             job()
-        except Exception:
-            # Handlers' errors are answered to their caller; what arrives here is our own defect.
+        except BaseException:
+            # Handlers' errors are answered to their caller; what arrives here is our own defect, or a callback's.
             _log.exception("m2flow.comm: a job failed")
 
     def _next_lane(self) -> Hashable | None:

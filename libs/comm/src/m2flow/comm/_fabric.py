@@ -27,7 +27,7 @@ from m2flow.comm._loop import READ, Loop
 from m2flow.comm._mailbox import Mailbox
 from m2flow.comm._mappings import Released
 from m2flow.comm._segments import Pool
-from m2flow.comm._sockets import SocketDirectory
+from m2flow.comm._sockets import SocketDirectory, check_name
 from m2flow.comm._unix import UnixLink
 from m2flow.comm.errors import CommError, PeerLostError
 from m2flow.comm.routing import Address, Backend, route
@@ -92,6 +92,7 @@ class Fabric:
             pool=self.pool,
             released=self.released,
             on_segment_gone=self._retire,
+            loop=self.loop,
             allow_pickle=allow_pickle,
             max_payload_bytes=max_payload_bytes,
         )
@@ -128,6 +129,7 @@ class Fabric:
         known = self._known(peer)
         if known is not None:
             return known
+        check_name(peer)
         other = self.in_this_process(peer)
         if other is not None and self._backend_to(peer) != "grpc":
             joined = self._join(other)
@@ -150,10 +152,13 @@ class Fabric:
         return connection
 
     def _known(self, peer: str) -> Connection | None:
-        if self._closed:
-            raise CommError(f"endpoint {self.identity.name!r} is closed")
+        self._check_open()
         # What a restarted peer has dialled is found here once the connection of its earlier life has ended.
         return self._dialled.get(peer) or self._accepted.get(peer)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CommError(f"endpoint {self.identity.name!r} is closed")
 
     def _join(self, other: "Fabric") -> Connection | None:
         """Returns the connection to an endpoint of this process, making both its ends; None where that one closes."""
@@ -196,7 +201,9 @@ class Fabric:
 
     def add_address(self, peer: str, address: str) -> None:
         """Dials a peer over gRPC at an address from now on, or with none through this host's directory again."""
-        if address:
+        check_name(peer)
+        # Once closed it dials nobody.
+        if address and not self._closed:
             self._remote()
         with self._lock:
             if address:
@@ -206,6 +213,7 @@ class Fabric:
 
     def listen(self, address: str) -> str:
         """Listens over gRPC too; returns the address bound."""
+        self._check_open()
         return str(self._remote().listen(address, self._accept_stream))
 
     def in_this_process(self, peer: str) -> "Fabric | None":
@@ -249,8 +257,9 @@ class Fabric:
             if connection.peer:
                 connection.send(Kind.GOODBYE, 0, b"")
         for connection in connections:
-            if connection.greeted:
-                connection.link.wait_sent(_GOODBYE_TIMEOUT_S)
+            # Another endpoint of this process deals with it in its own time.
+            if connection.greeted and not connection.within:
+                connection.link.wait_sent(_GOODBYE_TIMEOUT_S, 0)
         self.loop.call(self._shut)
         self.loop.stop()
         if self._streams is not None:

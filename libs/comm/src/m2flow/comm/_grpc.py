@@ -31,7 +31,6 @@ _log = logging.getLogger("m2flow.comm")
 
 METHOD = "/m2flow.proto.comm.v1.ChannelService/Exchange"
 CHUNK_BYTES = 1 << 20
-HIGH_WATER_BYTES = 8 << 20
 # Chunks read from the network before the io thread has dealt with the first of them.
 _READ_AHEAD = 8
 _GOODBYE_TIMEOUT_S = 1.0
@@ -76,7 +75,7 @@ class GrpcLink:
         self._parser = FrameParser()
         self._closed = False
         self._out: deque[memoryview] = deque()
-        self._out_bytes = 0
+        self.unsent_bytes = 0
         self._lock = threading.Lock()
         self._drained = threading.Condition(self._lock)
         self._wake = asyncio.Event()
@@ -84,28 +83,21 @@ class GrpcLink:
 
     # Any thread.
 
-    def send(
-        self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True
-    ) -> None:
-        """Sends a frame. Blocks, unless on the io thread or not to `wait`, while more than 8 MiB are under way.
-
-        The body must stay as it is. Raises BrokenPipeError once closed.
-        """
+    def send(self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None) -> None:
+        """Sends a frame, whose body must stay as it is. Does not wait. Raises BrokenPipeError once closed."""
         assert fd is None, "this link passes no descriptors"
         head = _frames.header(kind, request_id, len(body))
         with self._lock:
-            while wait and self._out_bytes > HIGH_WATER_BYTES and not self._closed and not self._loop.inside():
-                self._drained.wait()
             if self._closed:
                 raise BrokenPipeError("the link is closed")
             self._out += (memoryview(head), memoryview(body))
-            self._out_bytes += len(head) + len(body)
+            self.unsent_bytes += len(head) + len(body)
         self._streams.call(self._wake.set)
 
-    def wait_sent(self, timeout_s: float) -> bool:
-        """Waits until gRPC has taken all that was sent; says whether it did in time."""
+    def wait_sent(self, timeout_s: float | None, at_most_bytes: int) -> bool:
+        """Waits until gRPC has taken all but so many bytes of what was sent; says whether it did in time."""
         with self._lock:
-            return self._drained.wait_for(lambda: not self._out_bytes or self._closed, timeout_s)
+            return self._drained.wait_for(lambda: self.unsent_bytes <= at_most_bytes or self._closed, timeout_s)
 
     def read_until(self, awaited: Awaited, timeout_s: float | None, ask: Callable[[], None] = nothing) -> None:
         """Calls `ask`; a stream is read by its own thread."""
@@ -143,7 +135,7 @@ class GrpcLink:
             while (chunk := self._next_chunk()) is not None:
                 await stream.write(chunk)
                 with self._lock:
-                    self._out_bytes -= sum(map(len, chunk))
+                    self.unsent_bytes -= sum(map(len, chunk))
                     self._drained.notify_all()
             if self._closed:
                 return
@@ -191,7 +183,8 @@ class Streams:
         self._tls = tls
         self._events = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server: grpc.aio.Server | None = None
+        # All that listen: one that nobody keeps is stopped.
+        self._servers: list[grpc.aio.Server] = []
         self._thread = threading.Thread(target=self._events.run_forever, name=f"m2flow-comm {name} grpc", daemon=True)
         self._thread.start()
 
@@ -244,7 +237,7 @@ class Streams:
         except RuntimeError as error:
             raise CommError(f"cannot listen at {address!r}: {error}") from error
         await server.start()
-        self._server = server
+        self._servers.append(server)
         return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
     async def _refuse(self, request: AsyncIterable[memoryview], context: Any) -> None:
@@ -319,8 +312,7 @@ class Streams:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._server is not None:
-            await self._server.stop(0.2)
+        await asyncio.gather(*(server.stop(0.2) for server in self._servers))
 
 
 async def _words(call: "grpc.aio.StreamStreamCall[Any, Any]") -> str:

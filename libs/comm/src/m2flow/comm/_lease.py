@@ -137,7 +137,7 @@ class Asked:
             except TimeoutError:
                 # The index answers a withdrawn request at once: with the items, where they had just been given out.
                 self._connection.send(Kind.CANCEL, self._id, b"")
-                body = self._reply.result(_CANCEL_TIMEOUT_S)
+                body = self._reply.result(self._cancel_timeout_s)
         except TimeoutError:
             self._withdraw()
             raise self._timed_out((self._connection.peer,)) from None
@@ -170,7 +170,7 @@ class Asked:
             await asyncio.wait([answered], timeout=self._deadline.left_s)
             if not answered.done():
                 self._connection.send(Kind.CANCEL, self._id, b"")
-                await asyncio.wait([answered], timeout=_CANCEL_TIMEOUT_S)
+                await asyncio.wait([answered], timeout=self._cancel_timeout_s)
         except asyncio.CancelledError:
             # The answer must still be heard: it says that nothing is put any more, and the items in it go back.
             self._withdraw()
@@ -180,6 +180,11 @@ class Asked:
             self._withdraw()
             raise self._timed_out((self._connection.peer,))
         return self._parse(self._reply.result())
+
+    @property
+    def _cancel_timeout_s(self) -> float:
+        # Of a host that has yet to appear no answer is on its way.
+        return _CANCEL_TIMEOUT_S if self._connection.greeted else 0.0
 
     def _withdraw(self) -> None:
         self._connection.send(Kind.CANCEL, self._id, b"")

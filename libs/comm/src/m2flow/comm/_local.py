@@ -10,10 +10,10 @@ from collections.abc import Callable
 from functools import partial
 
 from m2flow.comm import _frames
+from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import Kind
 from m2flow.comm._loop import Loop
 from m2flow.comm._replies import Awaited, nothing
-from m2flow.comm._unix import HIGH_WATER_BYTES
 from m2flow.comm.errors import CommError
 
 # What a frame that waits costs beside its body.
@@ -45,22 +45,24 @@ class LocalLink:
         """Makes two links the ends of one."""
         self._other, other._other = other, self
 
-    def send(
-        self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True
-    ) -> None:
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that the other end has yet to deal with."""
+        other = self._other
+        return 0 if other is None else other._waiting_bytes
+
+    def send(self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None) -> None:
         """Brings a frame to the other end; a descriptor stays the caller's. Raises BrokenPipeError once closed.
 
-        Blocks for what the other end does with it, which never waits; and, unless in the place of the io thread or not
-        to `wait`, while more than 8 MiB wait for another thread to do so.
+        Blocks for what the other end does with it, which never waits, unless another thread is to do that.
         """
         other = self._other
-        if other is not None and other._waiting_bytes > HIGH_WATER_BYTES and wait and not self._loop.inside():
-            while other._waiting_bytes > HIGH_WATER_BYTES and self._other is not None:
-                time.sleep(_LOOK_S)
-        if other is None or self._other is None:
+        if other is None:
             raise BrokenPipeError("the link is closed")
         copied = bytes(body), None if fd is None else os.dup(fd)
-        other._loop.work(partial(other._deal_with, kind, request_id, *copied))
+        # A descriptor is sent under the connection's lock, which what else there is to deal with may want.
+        brought = other._loop.work if fd is None else other._loop.call
+        brought(partial(other._deal_with, kind, request_id, *copied))
         other._count(_FRAME_BYTES + len(body))
 
     def _count(self, size_bytes: int) -> None:
@@ -75,8 +77,13 @@ class LocalLink:
         # Counted down before its sender has counted it, where that one is at work: the sum is right.
         self._count(-_FRAME_BYTES - len(body))
 
-    def wait_sent(self, timeout_s: float) -> bool:
-        """Nothing waits to be sent."""
+    def wait_sent(self, timeout_s: float | None, at_most_bytes: int) -> bool:
+        """Waits until the other end has dealt with all but so many bytes; says whether it did in time."""
+        deadline = Deadline(timeout_s)
+        while self.unsent_bytes > at_most_bytes:
+            if deadline.left_s == 0:
+                return False
+            time.sleep(_LOOK_S)
         return True
 
     def read_until(self, awaited: Awaited, timeout_s: float | None, ask: Callable[[], None] = nothing) -> None:

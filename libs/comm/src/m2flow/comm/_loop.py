@@ -209,9 +209,16 @@ class Loop:
     def _guard(self, call: Callable[..., None], *arguments: int) -> None:
         try:
             call(*arguments)
-        except Exception:
+        except BaseException as error:
             # Our own defect: other connections must not stop for it, and nobody may miss it.
             _log.exception("m2flow.comm: an io callback failed")
+            reraise_interrupt(error)
+
+
+def reraise_interrupt(error: BaseException) -> None:
+    """Raises a KeyboardInterrupt of the user's again, which only the main thread gets; all else was raised by code."""
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        raise error
 
 
 def _nothing() -> None:

@@ -40,7 +40,7 @@ class Mailbox:
 
         It fails with CommError where the mailbox is full, and with what `close` says.
         """
-        taken: Future[None] = Future()
+        taken: Answer[None] = Answer()
         slot = (sender, tag)
         held_bytes += _MESSAGE_BYTES
         with self._lock:

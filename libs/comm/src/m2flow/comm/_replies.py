@@ -1,11 +1,16 @@
 """What comes over a link, and how a thread waits for it: it reads the link meanwhile, as no other thread is quicker."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Protocol, TypeVar
 
+from m2flow.comm._loop import reraise_interrupt
+
+_log = logging.getLogger("m2flow.comm")
 _T = TypeVar("_T")
 
 
@@ -98,6 +103,10 @@ class Answer(Future[_T]):
 
     link: Readable | None = None
 
+    def add_done_callback(self, fn: "Callable[[Future[_T]], object]") -> None:
+        """Like Future's; what else than an Exception a callback raises is logged too, and ends no io thread."""
+        super().add_done_callback(partial(_call, fn))
+
     def result(self, timeout: float | None = None) -> _T:
         """Like Future's."""
         return super().result(self._read(timeout))
@@ -111,6 +120,14 @@ class Answer(Future[_T]):
         if self.link is None or self.done():
             return timeout
         since = time.monotonic()
-        self.add_done_callback(self.link.interrupt)
+        super().add_done_callback(self.link.interrupt)
         self.link.read_until(self, timeout)
         return None if timeout is None else max(0.0, timeout - (time.monotonic() - since))
+
+
+def _call(callback: "Callable[[Future[_T]], object]", done: "Future[_T]") -> None:
+    try:
+        callback(done)
+    except BaseException as error:
+        _log.exception("m2flow.comm: the callback of a future failed")
+        reraise_interrupt(error)

@@ -24,8 +24,6 @@ from m2flow.comm._receiver import Receiver
 from m2flow.comm._replies import Awaited, nothing
 from m2flow.comm.errors import CommError
 
-# Senders that are not the io thread wait above this many bytes not yet taken by the socket.
-HIGH_WATER_BYTES = 8 << 20
 _MAX_BATCH = 64
 
 _Frame = tuple[Kind, int, bytes, int | None]
@@ -52,7 +50,7 @@ class UnixLink:
         self._watched = 0
         self._closed = False
         self._out: deque[tuple[memoryview, int | None]] = deque()
-        self._out_bytes = 0
+        self.unsent_bytes = 0
         self._lock = threading.Lock()
         self._drained = threading.Condition(self._lock)
         self._receiver = Receiver()
@@ -81,25 +79,18 @@ class UnixLink:
 
     # Sending.
 
-    def send(
-        self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None, *, wait: bool = True
-    ) -> None:
+    def send(self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None) -> None:
         """Sends a frame; a descriptor travels with its first byte and stays the caller's.
 
-        Blocks, unless on a thread that reads or not to `wait`, while more than 8 MiB wait for the socket. Raises
-        BrokenPipeError once closed.
+        Does not wait: what the socket does not take now is kept. Raises BrokenPipeError once closed.
         """
-        thread = threading.get_ident()
         data = _frames.header(kind, request_id, len(body)) + bytes(body)
         with self._lock:
-            must_not_wait = self._waiting_thread == thread or not wait
-            if self._out_bytes > HIGH_WATER_BYTES and not must_not_wait and not self._loop.inside():
-                self._drained.wait_for(lambda: self._out_bytes <= HIGH_WATER_BYTES or self._closed)
             if self._closed:
                 raise BrokenPipeError("the link is closed")
             was_idle = not self._out and self._socket is not None
             # A thread that deals with a frame while it waits first gets on with its own.
-            writes = was_idle and self._dealing_thread != thread
+            writes = was_idle and self._dealing_thread != threading.get_ident()
             if writes and fd is None:
                 assert self._socket is not None
                 try:
@@ -111,16 +102,16 @@ class UnixLink:
                     return
                 data = data[sent:]
             self._out.append((memoryview(data), None if fd is None else os.dup(fd)))
-            self._out_bytes += len(data)
+            self.unsent_bytes += len(data)
             if writes:
                 assert self._socket is not None
                 self._flush(self._socket)
                 self._watch()
 
-    def wait_sent(self, timeout_s: float) -> bool:
-        """Waits until the socket has taken all that was sent; says whether it did in time."""
+    def wait_sent(self, timeout_s: float | None, at_most_bytes: int) -> bool:
+        """Waits until the socket has taken all but so many bytes of what was sent; says whether it did in time."""
         with self._lock:
-            return self._drained.wait_for(lambda: not self._out or self._closed, timeout_s)
+            return self._drained.wait_for(lambda: self.unsent_bytes <= at_most_bytes or self._closed, timeout_s)
 
     # Ending.
 
@@ -193,7 +184,7 @@ class UnixLink:
             try:
                 sent = connected.sendmsg(batch, ancillary)
             except BlockingIOError:
-                return
+                break
             except OSError as error:
                 if error.errno == errno.ETOOMANYREFS:
                     # As many descriptors are under way as the kernel allows: the receiver has yet to take them.
@@ -215,7 +206,7 @@ class UnixLink:
         return batch, fd
 
     def _taken(self, sent: int) -> None:
-        self._out_bytes -= sent
+        self.unsent_bytes -= sent
         while sent:
             data, fd = self._out.popleft()
             if fd is not None:
@@ -230,7 +221,7 @@ class UnixLink:
             if fd is not None:
                 os.close(fd)
         self._out.clear()
-        self._out_bytes = 0
+        self.unsent_bytes = 0
         self._drained.notify_all()
 
     # Reading, on the io thread.

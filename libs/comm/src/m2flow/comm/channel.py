@@ -184,7 +184,8 @@ class Channel:
         if encoded is not None and max(payload.size_bytes for payload in encoded) > INLINE_BYTES:
             asked = await self._ask_put_async(items, encoded, deadline)
         else:
-            asked = self._ask_put(items, encoded, deadline, wait=True)
+            # Not even for the host to take what was sent before: a task has one such message under way.
+            asked = self._ask_put(items, encoded, deadline, wait=True, at_once=True)
         await asked.wait_async()
 
     # Taking.
@@ -372,7 +373,13 @@ class Channel:
         return None
 
     def _ask_put(
-        self, puts: Sequence[Put], encoded: Sequence[Encoded] | None, deadline: Deadline, *, wait: bool
+        self,
+        puts: Sequence[Put],
+        encoded: Sequence[Encoded] | None,
+        deadline: Deadline,
+        *,
+        wait: bool,
+        at_once: bool = False,
     ) -> Asked:
         # Before any memory is lent: what is wrong here costs nothing.
         request, key = self._put_request(puts, wait=wait), _key_of(puts)
@@ -381,7 +388,8 @@ class Channel:
             references = [Reference(put.item) for put in puts]
             add_payloads(request.put.items, [reference.block for reference in references])
             return Asked(self.name, connection, request, deadline, key=key, references=references)
-        return self._send_put(request, connection, self._pack(connection, encoded, key, deadline), key, deadline)
+        packed = self._pack(connection, encoded, key, deadline, at_once=at_once)
+        return self._send_put(request, connection, packed, key, deadline)
 
     async def _ask_put_async(self, puts: Sequence[Put], encoded: Sequence[Encoded], deadline: Deadline) -> Asked:
         """Like `_ask_put`, packing on another thread; cancelled, that thread ends, and nothing is put or stays lent."""
@@ -429,15 +437,25 @@ class Channel:
             raise
 
     def _pack(
-        self, connection: Connection, encoded: Sequence[Encoded], key: str | None, deadline: Deadline
+        self,
+        connection: Connection,
+        encoded: Sequence[Encoded],
+        key: str | None,
+        deadline: Deadline,
+        *,
+        at_once: bool = False,
     ) -> list[bytes | comm_pb2.Block]:
         packed: list[bytes | comm_pb2.Block] = []
         try:
             for payload in encoded:
+                # What is large may go ahead of the message.
+                waits = not at_once and (not packed or payload.size_bytes > INLINE_BYTES)
+                if waits and not connection.wait_for_room(deadline):
+                    raise TimeoutError_(channel=self.name, key=key, peer=self.host, elapsed_s=deadline.elapsed_s)
                 packed.append(connection.pack(payload, deadline))
         except BaseException as error:
             connection.take_back(packed)
-            if isinstance(error, TimeoutError):
+            if isinstance(error, TimeoutError) and not isinstance(error, TimeoutError_):
                 peer = f"readers to let go of shared memory ({error})"
                 raise TimeoutError_(channel=self.name, key=key, peer=peer, elapsed_s=deadline.elapsed_s) from error
             raise

@@ -26,6 +26,7 @@ from m2flow.comm._host import ChannelHost
 from m2flow.comm._index import ChannelIndex
 from m2flow.comm._parking import Parking
 from m2flow.comm._replies import Answer, Reply
+from m2flow.comm._sockets import check_name
 from m2flow.comm.channel import Channel
 from m2flow.comm.collectives import Handle
 from m2flow.comm.errors import CommError, TimeoutError_
@@ -52,7 +53,8 @@ class Endpoint:
 
     `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
     run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way, and by
-    itself the memory of messages that have come and nobody receives; `connect_timeout_s` is how long a peer, a service
+    itself the memory of messages that have come and nobody receives, and of what one peer has yet to take: beyond that
+    the peer is lost. `connect_timeout_s` is how long a peer, a service
     or a channel may take to appear; `tls` secures what crosses hosts. With `by_reference` a message to another such
     endpoint of this process is the object itself, and so is an item of a channel whose host and consumers are all such;
     without it the endpoint is as good as in another process. With `allow_pickle` what a peer on this host sent as
@@ -142,7 +144,8 @@ class Endpoint:
         """Listens over gRPC as well, at "host:port" (port 0 takes a free one) or "unix:path"; returns the address.
 
         Every call must bring the run's token, and with `tls` a certificate. A peer that knows the address is called
-        back over the connection that it makes. Raises CommError where it cannot bind. Blocks until it listens.
+        back over the connection that it makes. Of several addresses all stay. Raises CommError where it cannot bind,
+        or is closed. Blocks until it listens.
         """
         return self._fabric.listen(address)
 
@@ -160,6 +163,7 @@ class Endpoint:
 
         Handlers run on a few threads, never the io thread; those of one peer and service run one at a time, in the
         order sent. A handler that must wait returns a concurrent.futures.Future: its result, or error, is the answer.
+        Whatever a handler raises is its caller's RemoteError, SystemExit too.
         A `prompt` handler never waits and answers with little: it runs as the io thread or in its place, which costs
         less, and must bear being run on several threads at once.
         Calls that came earlier wait for it, for as long as a peer may take to appear. Raises ValueError for a service
@@ -173,8 +177,9 @@ class Endpoint:
         """Calls a method of a peer's service and returns its answer. Blocks until then.
 
         Raises RemoteError with what the handler raised, PeerLostError when the peer dies or does not appear,
-        TimeoutError_ after `timeout_s` seconds, in which it waits for shared memory too, PayloadError for args that
-        cannot be encoded, ValueError for a service or method that is no str.
+        TimeoutError_ after `timeout_s` seconds, in which it waits for shared memory too, and for the peer to take what
+        was sent before, PayloadError for args that cannot be encoded, ValueError for a service or method that is no str
+        or a peer whose name cannot be one.
         """
         self._fabric.check_may_wait(f"request {service}.{method}")
         deadline = Deadline(timeout_s)
@@ -194,8 +199,9 @@ class Endpoint:
     def request_async(self, peer: str, service: str, method: str, args: Tree = None) -> "Future[Tree]":
         """Like `request`, returning the future of the answer; its callbacks must not block.
 
-        Blocks for the copy of what is large, and while the quota of shared memory is used up: in a callback it raises
-        TimeoutError_ instead, as the memory would not come back meanwhile.
+        Blocks for the copy of what is large, while 8 MiB are on their way to the peer, unless in a callback, and while
+        the quota of shared memory is used up: in a callback it raises TimeoutError_ instead, as the memory would not
+        come back meanwhile.
         """
         return self._request_async(peer, service, method, args, Deadline())
 
@@ -242,11 +248,13 @@ class Endpoint:
     ) -> tuple[Connection, Reply]:
         encoded = encode(args)
         connection = self._fabric.connection(peer)
+        if not connection.wait_for_room(deadline):
+            call = _name(service, method)
+            raise TimeoutError_(channel=call, key=None, peer=peer, elapsed_s=deadline.elapsed_s)
         try:
             payload = connection.pack(encoded, Deadline(0.0) if self._fabric.loop.inside() else deadline)
         except TimeoutError as error:
-            call = f"send {method}" if service == _MAIL else f"{service}.{method}"
-            waited_for = f"{peer} or another reader to let go of shared memory ({error})"
+            call, waited_for = _name(service, method), f"{peer} or another reader to let go of shared memory ({error})"
             raise TimeoutError_(channel=call, key=None, peer=waited_for, elapsed_s=deadline.elapsed_s) from error
         try:
             request = comm_pb2.CallRequest(service=service, method=method, args=message_of(payload))
@@ -288,6 +296,7 @@ class Endpoint:
 
         The future fails with PeerLostError when the peer dies first. Does not block.
         """
+        check_name(peer)
         future = self._fabric.mailbox.receive(peer, tag)
         if not future.done():
             future.link = self._fabric.link_from(peer)
@@ -365,7 +374,7 @@ class Endpoint:
         def run() -> None:
             try:
                 done.set_result(call())
-            except Exception as error:
+            except BaseException as error:
                 done.set_exception(error)
 
         self._fabric.loop.work(run)
@@ -425,9 +434,12 @@ class Endpoint:
 
         return dict(self._reader.check(source, name, version, answer, ask))
 
-    def newest_weights(self, source: str, name: str) -> int:
-        """Returns the newest version that `source` has staged under a name, -1 where there is none. Blocks for it."""
-        newest: int = self.request(source, SERVICE, "newest", (name,))
+    def newest_weights(self, source: str, name: str, *, timeout_s: float | None = None) -> int:
+        """Returns the newest version that `source` has staged under a name, -1 where there is none.
+
+        Blocks for the answer. Raises PeerLostError when the source dies, TimeoutError_ after `timeout_s` seconds.
+        """
+        newest: int = self.request(source, SERVICE, "newest", (name,), timeout_s=timeout_s)
         return newest
 
     def weight_receiver(
@@ -476,6 +488,11 @@ class Endpoint:
         self._fabric.close()
         self._executor.close()
         self._weights.close()
+
+
+def _name(service: str, method: str) -> str:
+    """Returns what errors name a call by."""
+    return f"send {method}" if service == _MAIL else f"{service}.{method}"
 
 
 def _discard(connection: Connection, done: Reply) -> None:

@@ -1,0 +1,137 @@
+"""Peers that take nothing of what they are sent: time-outs hold, others are answered, and memory stays bounded."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from m2flow.comm import Endpoint, PeerLostError, Put, TimeoutError_, _fabric, _grpc, _lease
+from m2flow.comm._connection import HIGH_WATER_BYTES
+
+BODY = bytes(30_000)
+
+
+@pytest.fixture
+def stop() -> Iterator[Callable[[Endpoint], threading.Event]]:
+    """Stops an endpoint's io thread until the event is set, or the test is over."""
+    held: list[threading.Event] = []
+
+    def stop_one(endpoint: Endpoint) -> threading.Event:
+        event, stopped = threading.Event(), threading.Event()
+        held.append(event)
+        endpoint._fabric.loop.call(lambda: stopped.set() or event.wait(20))
+        assert stopped.wait(5)
+        return event
+
+    yield stop_one
+    for event in held:
+        event.set()
+
+
+@pytest.fixture(params=["local", "unix", "grpc"])
+def behind(
+    request: pytest.FixtureRequest, tmp_path: Path, stop: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Endpoint]:
+    """An endpoint that has more than 8 MiB for "b", which hosts channel "q" and is stopped."""
+    for module in (_fabric, _grpc):
+        monkeypatch.setattr(module, "_GOODBYE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(_lease, "_CANCEL_TIMEOUT_S", 0.1)
+    by_reference, remote = request.param == "local", request.param == "grpc"
+    with ExitStack() as ends:
+        a = Endpoint(tmp_path / "a", "a", token="t", by_reference=by_reference)
+        b = Endpoint(tmp_path / ("b" if remote else "a"), "b", token="t", by_reference=by_reference)
+        ends.callback(b.close)
+        if remote:
+            a.add_address("b", b.listen("127.0.0.1:0"))
+        b.handle("s", lambda request: None, prompt=True)
+        b.host_channel("q", producers=["a"], consumers=["a"])
+        a.request("b", "s", "m")
+        ends.callback(stop(b).set)
+        ends.callback(a.close)
+        link = a._fabric.connection("b").link
+        for _ in range(3 if remote else 1):
+            while link.unsent_bytes <= HIGH_WATER_BYTES:
+                a.request_async("b", "s", "m", BODY)
+            time.sleep(0.05)
+        yield a
+
+
+def test_time_outs_hold(behind: Endpoint) -> None:
+    q, started = behind.channel("q", host="b"), time.monotonic()
+    kept, lent = len(behind._fabric.connection("b")._calls), dict(behind._fabric.connection("b")._lent)
+    with pytest.raises(TimeoutError_, match=r"'s\.m': waited 0\.\d+ s for b$"):
+        behind.request("b", "s", "m", timeout_s=0.05)
+    with pytest.raises(TimeoutError_, match=r"'send mail': waited 0\.\d+ s for b$"):
+        behind.send("b", 1, tag="mail", timeout_s=0.05)
+    if behind.address != behind.address_of("b"):
+        assert len(behind._fabric.connection("b")._calls) == kept, "what was not asked is waited for"
+    for item in (1, np.zeros(1 << 17)):
+        with pytest.raises(TimeoutError_, match=r"'q', key 'k': waited 0\.\d+ s for b$"):
+            q.put(item, key="k", timeout_s=0.05)
+    assert behind._fabric.connection("b")._lent == lent, "memory is lent for what was not asked"
+    # What is small and bounded by what it answers does not wait at all.
+    q.ack([])
+    behind.close()
+    assert time.monotonic() - started < 3
+
+
+def test_an_event_loop_goes_on(behind: Endpoint) -> None:
+    q = behind.channel("q", host="b")
+
+    async def put_and_get() -> None:
+        for asked in (q.aput(1), q.aput(np.zeros(1 << 17)), q.aget()):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asked, 0.05)
+
+    done = threading.Thread(target=asyncio.run, args=(put_and_get(),), daemon=True)
+    done.start()
+    done.join(5)
+    assert not done.is_alive()
+
+
+def test_a_put_to_a_host_that_is_not_there_takes_no_longer_than_its_time_out(make_endpoint: Any) -> None:
+    q, started = make_endpoint("a").channel("q", host="nobody"), time.monotonic()
+    for _ in range(3):
+        with pytest.raises(TimeoutError_, match=r"waited 0\.\d+ s for nobody"):
+            q.put_many([Put(item=BODY, id=str(number)) for number in range(300)], timeout_s=0.05)
+    assert time.monotonic() - started < 0.9
+
+
+def test_one_that_takes_no_answers_harms_no_other_and_is_given_up_beyond_the_quota(
+    make_endpoint: Any, stop: Any
+) -> None:
+    server, slow, other = make_endpoint("server", quota_bytes=16 << 20), make_endpoint("slow"), make_endpoint("other")
+    promised: list[Future[bytes]] = []
+    lost = threading.Event()
+    server.on_peer_lost(lambda name: lost.set())
+
+    def later(request: Any) -> Future[bytes]:
+        promised.append(Future())
+        return promised[-1]
+
+    server.handle("later", later, prompt=True)
+    server.handle("s", lambda request: "answered")
+    for _ in range(700):
+        slow.request_async("server", "later", "m")
+    while len(promised) < 700:
+        time.sleep(0.01)
+    asked = server.request_async("slow", "s", "m")
+    held = stop(slow)
+    for future in promised[:400]:
+        future.set_result(BODY)
+    assert other.request("server", "s", "m", timeout_s=5) == "answered"
+    assert HIGH_WATER_BYTES < server._fabric.connection("slow").link.unsent_bytes < 16 << 20
+    for future in promised[400:]:
+        future.set_result(BODY)
+    with pytest.raises(PeerLostError, match=r"it does not take what it is sent: \d+ bytes wait.* quota of 16777216"):
+        asked.result(5)
+    assert lost.wait(5)
+    assert other.request("server", "s", "m", timeout_s=5) == "answered"
+    held.set()

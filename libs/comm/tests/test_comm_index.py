@@ -1,5 +1,6 @@
 """The index of a channel, driven directly: no sockets, no clock."""
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -449,6 +450,17 @@ def test_a_weight_is_not_lost_beside_one_that_is_much_greater() -> None:
     assert q.get(1.0).ids == list("abcd")
 
 
+def test_a_sum_of_weights_does_not_drift_with_what_comes_and_goes() -> None:
+    q, rng = Driver(), random.Random(0)
+    for _ in range(3000):
+        q.put("", weight=rng.choice([0.1, 1e6 * rng.random()]))
+    q.put(*"abcdefgh", weight=0.1)
+    for _ in range(3000):
+        q.get()
+    assert q.index.queued_weight == pytest.approx(0.8, rel=1e-12)
+    assert q.get(0.8).ids == list("abcdefgh")
+
+
 @pytest.mark.timeout(6)
 @pytest.mark.parametrize("route", ["any", "by_key"])
 def test_what_a_dead_consumer_leaves_moves_at_once_and_in_order(route: str) -> None:
@@ -579,6 +591,15 @@ def test_a_producer_that_is_gone_before_it_has_put_is_named_until_it_is_back() -
     q.die("p")
     assert waiting.refused == "PeerLostError"
     q.put("1")
+    assert q.get().ids == ["1"]
+    assert q.get().waits
+
+
+def test_a_producer_that_is_back_is_awaited_though_its_put_is_refused() -> None:
+    q = Driver(capacity=1)
+    q.put("1")
+    q.die("p")
+    assert q.put("2", wait=False).refused == "ChannelFullError"
     assert q.get().ids == ["1"]
     assert q.get().waits
 

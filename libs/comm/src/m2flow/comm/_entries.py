@@ -34,6 +34,7 @@ class Entry:
     tombstone: str
     payload: object
     order: int = 0
+    units: int = 0
     lease: int = 0
     filters: tuple[Filter, ...] = ()
 

@@ -82,17 +82,18 @@ class ChannelIndex:
         `size_bytes` is as much as any of them takes in an answer, or more.
         """
         refusal = self._refuses_put(caller, entries)
-        if refusal is None and not wait and not self._has_room(len(entries)):
-            # Whoever waits for more than there is takes what there is, as when a put waits.
-            self._serve_all(flush=True)
-            self._admit()
-            if not self._has_room(len(entries)):
-                refusal = Refusal("ChannelFullError")
+        if refusal is None:
+            self.members.puts(caller.member, caller.session)
+            if not wait and not self._has_room(len(entries)):
+                # Whoever waits for more than there is takes what there is, as when a put waits.
+                self._serve_all(flush=True)
+                self._admit()
+                if not self._has_room(len(entries)):
+                    refusal = Refusal("ChannelFullError")
         if refusal is not None:
             drop(entries)
             caller.answer((), refusal)
             return
-        self.members.puts(caller.member, caller.session)
         if size_bytes > self._longest_bytes:
             self._longest_bytes = size_bytes
         self._waiting.puts.append(Put(caller, deque(entries)))

@@ -9,12 +9,11 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import takewhile
-from math import fsum
 from operator import attrgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-# A sum that is so little beside what was just taken off it was lost in its rounding: it is made anew.
-_LOST = 2.0**-20
+# Weights are summed as whole numbers of 2**-60: a sum of floats would drift with all that comes and goes.
+_UNITS_PER_WEIGHT = 2.0**60
 
 
 class Filter(NamedTuple):
@@ -38,6 +37,8 @@ class Queued(Protocol):
 
     order: int
     weight: float
+    # The weight as it is summed, which the queue fills in.
+    units: int
     filters: tuple[Filter, ...]
 
 
@@ -47,11 +48,16 @@ E = TypeVar("E", bound=Queued)
 class View(Generic[E]):
     """The queued entries that pass one filter, in order."""
 
-    __slots__ = ("entries", "weight")
+    __slots__ = ("entries", "units")
 
     def __init__(self) -> None:
         self.entries: OrderedDict[int, E] = OrderedDict()
-        self.weight = 0.0
+        self.units = 0
+
+    @property
+    def weight(self) -> float:
+        """The sum of the weights."""
+        return self.units / _UNITS_PER_WEIGHT
 
     def __iter__(self) -> Iterator[E]:
         return iter(self.entries.values())
@@ -67,7 +73,7 @@ class View(Generic[E]):
             moved = list(takewhile(lambda order: order > first, reversed(queued)))
         for entry in entries:
             queued[entry.order] = entry
-            self.weight += entry.weight
+            self.units += entry.units
             moved.append(entry.order)
         for order in sorted(moved, reverse=from_start):
             queued.move_to_end(order, last=not from_start)
@@ -88,7 +94,7 @@ class Queue(Generic[E]):
     @property
     def weight(self) -> float:
         """The sum of all weights."""
-        return fsum(view.weight for view in self._of_all())
+        return sum(view.units for view in self._of_all()) / _UNITS_PER_WEIGHT
 
     def view(self, wanted: Filter) -> View[E] | None:
         """Returns the entries that pass a filter; None when there are none."""
@@ -110,6 +116,8 @@ class Queue(Generic[E]):
     def append(self, entries: Sequence[E]) -> None:
         """Adds entries whose orders are the newest."""
         self._size += len(entries)
+        for entry in entries:
+            entry.units = int(entry.weight * _UNITS_PER_WEIGHT)
         for shape in self._shapes:
             self._append(shape, entries)
 
@@ -124,7 +132,7 @@ class Queue(Generic[E]):
                 wanted = entry.filters[shape]
                 view = self._view(wanted)
             view.entries[entry.order] = entry
-            view.weight += entry.weight
+            view.units += entry.units
 
     def _view(self, wanted: Filter) -> View[E]:
         view = self._views.get(wanted)
@@ -159,12 +167,10 @@ class Queue(Generic[E]):
                 wanted = entry.filters[shape]
                 view = self._views[wanted]
             del view.entries[entry.order]
-            view.weight -= entry.weight
+            view.units -= entry.units
             if not view.entries:
                 del self._views[wanted]
                 wanted = None
-            elif view.weight < entry.weight * _LOST:
-                view.weight = fsum(left.weight for left in view)
 
     def num_views(self) -> int:
         """Returns how many views hold something: the state that keys and iterations cost."""

@@ -248,7 +248,10 @@ def test_a_timeout_names_channel_key_and_who_was_waited_for(ends: Any) -> None:
 
 
 @pytest.mark.medium
-def test_whatever_waits_for_a_host_that_has_stopped_times_out_naming_it(make_endpoint: Any, peer: Any) -> None:
+def test_whatever_waits_for_a_host_that_has_stopped_times_out_naming_it(
+    make_endpoint: Any, peer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_lease, "_CANCEL_TIMEOUT_S", 0.1)
     stopped = peer(
         "host",
         """

@@ -102,24 +102,24 @@ class RankGroup:
         """Gives the root's tree to all; the others' argument is ignored."""
         tag = self._tag("broadcast", root)
         if self.rank == root:
-            return self._handle(tag, [self._send(peer, tree, tag) for peer in self._others()], lambda _: tree)
-        return self._handle(tag, [self._recv(self.members[root], tag)], lambda got: got[0])
+            return Handle(tag, [self._send(peer, tree, tag) for peer in self._others()], lambda _: tree)
+        return Handle(tag, [self._recv(self.members[root], tag)], lambda got: got[0])
 
     def scatter(self, trees: Sequence[Tree] | None, *, root: int) -> Handle[Tree]:
         """Gives rank i the root's i-th tree; the others give None."""
         tag = self._tag("scatter", root)
         if self.rank != root:
-            return self._handle(tag, [self._recv(self.members[root], tag)], lambda got: got[0])
+            return Handle(tag, [self._recv(self.members[root], tag)], lambda got: got[0])
         parts = self._one_each("scatter", trees or ())
         sends = [self._send(peer, parts[self.members.index(peer)], tag) for peer in self._others()]
-        return self._handle(tag, sends, lambda _: parts[self.rank])
+        return Handle(tag, sends, lambda _: parts[self.rank])
 
     def gather(self, tree: Tree, *, root: int) -> Handle[list[Tree] | None]:
         """Collects every rank's tree at the root, in order of rank; the others get None."""
         tag = self._tag("gather", root)
         if self.rank != root:
-            return self._handle(tag, [self._send(self.members[root], tree, tag)], lambda _: None)
-        return self._handle(tag, [self._recv(peer, tag) for peer in self._others()], lambda got: self._with(tree, got))
+            return Handle(tag, [self._send(self.members[root], tree, tag)], lambda _: None)
+        return Handle(tag, [self._recv(peer, tag) for peer in self._others()], lambda got: self._with(tree, got))
 
     def all_gather(self, tree: Tree) -> Handle[list[Tree]]:
         """Collects every rank's tree at every rank, in order of rank."""
@@ -133,13 +133,13 @@ class RankGroup:
         """Is done once every rank has called it."""
         tag = self._tag("barrier")
         sends = [self._send(peer, None, tag) for peer in self._others()]
-        return self._handle(tag, sends + [self._recv(peer, tag) for peer in self._others()], lambda _: None)
+        return Handle(tag, sends + [self._recv(peer, tag) for peer in self._others()], lambda _: None)
 
     def _exchange(self, what: str, trees: Sequence[Tree]) -> Handle[list[Tree]]:
         tag, own = self._tag(what), trees[self.rank]
         sends = [self._send(peer, trees[self.members.index(peer)], tag) for peer in self._others()]
         receives = [self._recv(peer, tag) for peer in self._others()]
-        return self._handle(tag, sends + receives, lambda got: self._with(own, got[len(sends) :]))
+        return Handle(tag, sends + receives, lambda got: self._with(own, got[len(sends) :]))
 
     def _with(self, own: Tree, others: list[Tree]) -> list[Tree]:
         return [*others[: self.rank], own, *others[self.rank :]]
@@ -163,9 +163,6 @@ class RankGroup:
 
     def _recv(self, peer: str, tag: str) -> tuple[str, "Future[Any]"]:
         return peer, self._backend.irecv(peer, tag=tag)
-
-    def _handle(self, tag: str, parts: list[tuple[str, "Future[Any]"]], finish: Callable[[list[Any]], T]) -> Handle[T]:
-        return Handle(tag, parts, finish)
 
 
 class Span(NamedTuple):

@@ -1,7 +1,11 @@
 """Weights from n ranks to m, cut in any way at both ends: every element arrives once, checked, at the safe point."""
 
+import gc
+import threading
 import time
 import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -428,6 +432,74 @@ def test_an_altered_slice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(PayloadError, match="'x' was altered"):
             receiver.stream(1, lambda bucket: None, timeout_s=10)
         assert receiver.version is None
+
+
+def test_offers_are_prepared_from_another_host_also_by_what_changed(tmp_path: Path) -> None:
+    with Endpoint(tmp_path / "t", "t", token="t") as trainer, Endpoint(tmp_path / "r", "r", token="t") as rollout:
+        rollout.add_address("t", trainer.listen("127.0.0.1:0"))
+        receiver = rollout.weight_receiver("policy", sources=["t"], delta=True)
+        got: dict[str, Any] = {}
+        for version in (1, 2):
+            trainer.offer_weights("policy", version, {"x": np.full(100, version)})
+            receiver.prepare(version, timeout_s=10)
+            receiver.commit(got.update)
+            assert got["x"].tolist() == [version] * 100
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What only the cycle collector would free stays."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def wait_until_free(slot: Any) -> None:
+    """Waits until only the store holds a slot."""
+    deadline = time.monotonic() + 5
+    while slot.holds > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_what_fails_keeps_no_memory(make_endpoint: Any) -> None:
+    sources, rollout = [make_endpoint(name) for name in "ab"], make_endpoint("rollout")
+    for source in sources:
+        source.stage_weights("policy", 1, {source.name: np.ones(1 << 17)})
+    sources[1].stage_weights("policy", 2, {"b": np.ones(1 << 17)})
+    slot = sources[0]._weights._line("policy").staged[1].slot
+    with pytest.raises(RemoteError, match="version 1 are withdrawn"):
+        rollout.weight_receiver("policy", sources=["a", "b"]).prepare(1, timeout_s=10)
+    wait_until_free(slot)
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_an_error_keeps_nothing_of_the_thread_that_reads_it(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    go_on: Future[None] = Future()
+    trainer.handle("wait", lambda request: go_on)
+    trainer.handle("fail", lambda request: 1 // 0)
+    trainer.stage_weights("policy", 1, {"x": np.ones(1 << 17)})
+    slot = trainer._weights._line("policy").staged[1].slot
+    waits = threading.Event()
+
+    def read() -> None:
+        held = rollout.fetch_weights("trainer", "policy", 1)
+        waits.set()
+        rollout.request("trainer", "wait", "", timeout_s=10)
+        assert held
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert waits.wait(10)
+    time.sleep(0.05)  # by now it reads the link
+    failed = rollout.request_async("trainer", "fail", "")
+    assert isinstance(failed.exception(10), RemoteError)
+    go_on.set_result(None)
+    reader.join(10)
+    del failed
+    wait_until_free(slot)
 
 
 def test_a_stream_serves_nothing_while_it_loads(make_endpoint: Any) -> None:

@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ def test_a_fetch_that_waited_gets_its_version_though_newer_ones_overtake_the_ans
     waiting = [rollout.request_async("trainer", SERVICE, method, ("policy", 3, 0)) for method in ("fetch", "digests")]
     trainer.stage_weights("other", 1, {"a": np.zeros(5000)})
     # Calls of one peer are handled in order, so the others wait by now.
-    rollout.request("trainer", SERVICE, "digests", ("other", 1, 0))
+    assert rollout.newest_weights("trainer", "other") == 1
     # No thread is left to answer.
     busy, go_on = threading.Barrier(_MAX_HANDLER_THREADS + 1), threading.Event()
 
@@ -169,6 +170,72 @@ def test_weights_that_never_fit_are_refused_and_readers_are_waited_for_in_time(m
     assert rollout.fetch_weights("trainer", "policy", 3, timeout_s=5)["x"].all()
 
 
+def meanwhile(monkeypatch: pytest.MonkeyPatch, method: str, do: Callable[[], object]) -> None:
+    """Does something each time before a method of weights is asked for."""
+    request = Endpoint.request
+
+    def asks(self: Endpoint, peer: str, service: str, asked: str, args: Any = None, **settings: Any) -> Any:
+        if asked == method:
+            do()
+        return request(self, peer, service, asked, args, **settings)
+
+    monkeypatch.setattr(Endpoint, "request", asks)
+
+
+@pytest.mark.parametrize("by", ["fetch", "prepare"])
+def test_what_is_being_read_stays_beside_the_next_version(
+    make_endpoint: Any, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    for version in (1, 2):
+        trainer.stage_weights("policy", version, {name: np.full(4, version) for name in "abcdefghij"})
+    meanwhile(monkeypatch, "digests", lambda: trainer.stage_weights("policy", 3, {"a": np.zeros(4)}))
+    got: dict[str, Any] = {}
+    if by == "fetch":
+        got.update(rollout.fetch_weights("trainer", "policy", 2, timeout_s=5))
+    else:
+        receiver = rollout.weight_receiver("policy", sources=["trainer"])
+        receiver.prepare(2, timeout_s=5)
+        receiver.commit(got.update)
+    assert {name: value.tolist() for name, value in got.items()} == dict.fromkeys("abcdefghij", [2] * 4)
+    # Calls of one peer are handled in order: it has said that it is done.
+    assert rollout.newest_weights("trainer", "policy") == 3
+    assert list(trainer._weights._line("policy").staged) == [3]
+
+
+def test_who_reads_what_makes_way_is_told_at_once(make_endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, rollout = make_endpoint("trainer", quota_bytes=5 << 20), make_endpoint("rollout")
+    for version in (1, 2):
+        trainer.stage_weights("policy", version, {name: np.full(1 << 18, version, np.uint8) for name in "abcdefghij"})
+    staged: list[Any] = []
+    stager = threading.Thread(
+        target=lambda: staged.append(trainer.stage_weights("policy", 3, {"a": np.ones(3 << 20, np.uint8)}, timeout_s=4))
+    )
+
+    def stage() -> None:
+        stager.start()
+        while trainer._weights._line("policy").staged:
+            time.sleep(0.001)
+
+    meanwhile(monkeypatch, "digests", stage)
+    with pytest.raises(RemoteError, match="version 2 are withdrawn, want one after 2"):
+        rollout.weight_receiver("policy", sources=["trainer"]).prepare(2, timeout_s=3)
+    stager.join(10)
+    assert len(staged) == 1
+
+
+def test_staging_does_not_wait_for_what_it_keeps_itself(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer", quota_bytes=10 << 20), make_endpoint("rollout")
+    rollout.host_channel("q", producers=["trainer"], consumers=["rollout"])
+    trainer.channel("q", host="rollout").put(np.zeros(3 << 20, np.uint8))
+    weights = {"x": np.ones(4 << 20, np.uint8)}
+    trainer.stage_weights("policy", 1, weights)
+    kept = [rollout.fetch_weights("trainer", "policy", 1)]
+    timer = threading.Timer(0.1, kept.clear)
+    timer.start()
+    trainer.stage_weights("policy", 2, weights, timeout_s=1)
+
+
 def test_versions_follow_one_another_whoever_stages_them(make_endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
     trainer.stage_weights("policy", 1, {"a": np.ones(2)})
@@ -188,16 +255,12 @@ def test_versions_follow_one_another_whoever_stages_them(make_endpoint: Any, mon
     stagers[0].start()
     assert writing.wait(10)
     stagers[1].start()
-    # What makes way for the next version is refused once there is another to be named.
-    late = rollout.request_async("trainer", SERVICE, "fetch", ("policy", 1, 0))
-    assert rollout.newest_weights("trainer", "policy") == 1
-    stagers[1].join(0.05)
-    assert not late.done()
+    # What makes way for the next version is refused at once.
+    with pytest.raises(RemoteError, match="version 1 are withdrawn, want one after 1"):
+        rollout.fetch_weights("trainer", "policy", 1, timeout_s=5)
     go_on.set()
     for stager in stagers:
         stager.join(10)
-    with pytest.raises(RemoteError, match=r"version 1 are withdrawn, want one of \[2\]"):
-        late.result(10)
     assert rollout.newest_weights("trainer", "policy") == 3
 
 

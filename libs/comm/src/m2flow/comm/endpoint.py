@@ -217,7 +217,8 @@ class Endpoint:
             try:
                 tree = read_answer(connection, body)
             except Exception as error:
-                result.set_exception(error)
+                # Without its frames: among them are those of a thread that reads the link, which may hold memory.
+                result.set_exception(error.with_traceback(None))
             else:
                 result.set_result(tree)
 
@@ -389,8 +390,8 @@ class Endpoint:
 
         `weights` maps names to numpy arrays or tensors of any shape and dtype, or to `Shard`s of larger ones. It takes
         the place of the version before, whose memory is used again unless a reader holds an array of it. That version
-        is readable beside it for as long as a receiver of another host is in the midst of it, or has it as the base of
-        its next changes, if the quota has room for both.
+        is readable beside it for as long as a reader is in the midst of it, or a receiver of another host has it as the
+        base of its next changes, if the quota has room for both; else it is withdrawn, and they are waited for.
 
         Blocks for the digests, the copy and, while the quota is used up, for readers to let go. Raises ValueError for a
         version that is not newer than the last, PayloadError for what is no array, CommError for weights that do not
@@ -422,17 +423,17 @@ class Endpoint:
             receiver.commit(weights.update)
             return weights
         asked = (name, version, next(reader_numbers))
-        try:
-            answer = self.request(source, SERVICE, "fetch", asked, timeout_s=deadline.left_s)
-        except TimeoutError_:
-            # It is awaited no more.
-            self.request_async(source, SERVICE, "done", asked)
-            raise
 
         def ask() -> Tree:
             return self.request(source, SERVICE, "digests", asked, timeout_s=deadline.left_s)
 
-        return dict(self._reader.check(source, name, version, answer, ask))
+        try:
+            answer = self.request(source, SERVICE, "fetch", asked, timeout_s=deadline.left_s)
+            return dict(self._reader.check(source, name, version, answer, ask))
+        finally:
+            # It is neither awaited nor read any more.
+            with contextlib.suppress(CommError):
+                self.request_async(source, SERVICE, "done", asked)
 
     def newest_weights(self, source: str, name: str, *, timeout_s: float | None = None) -> int:
         """Returns the newest version that `source` has staged under a name, -1 where there is none.

@@ -8,6 +8,7 @@ until it has committed again.
 
 import contextlib
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -121,8 +122,9 @@ class WeightReceiver:
         """Gets and checks a version, beside the one that is served. Blocks until the sources have staged it.
 
         Raises ValueError naming a tensor or part that no source has, or a tensor whose shards are not of one dtype,
-        PayloadError for bytes that are not those that were staged, RemoteError for a version that is withdrawn or only
-        offered, PeerLostError or TimeoutError_ naming a source. Whatever it raises, the old version serves on.
+        PayloadError for bytes that are not those that were staged, RemoteError for a version that is withdrawn, or that
+        a source on this host has only offered, PeerLostError or TimeoutError_ naming a source. Whatever it raises, the
+        old version serves on.
         """
         deadline = Deadline(timeout_s)
         self._moved_bytes = 0
@@ -131,7 +133,7 @@ class WeightReceiver:
             for source in self._sources
             if route(self._caller.address, self._caller.address_of(source), "cpu").backend != "grpc"
         ]
-        with self._reading(version, [source for source in self._sources if source not in near]):
+        with self._reading(version):
             return self._prepare(version, near, deadline)
 
     def _prepare(self, version: int, near: Sequence[str], deadline: Deadline) -> Prepared:
@@ -208,7 +210,7 @@ class WeightReceiver:
         Raises as `prepare` does; then nothing is served until a commit, or another stream, succeeds.
         """
         self.version = None
-        with self._reading(version, self._sources):
+        with self._reading(version):
             self._stream(version, load, Deadline(timeout_s))
         return self._end(version)
 
@@ -234,18 +236,19 @@ class WeightReceiver:
             load({name: _put_together(plan[name][0], parts) for name, parts in pieces.items()})
 
     @contextlib.contextmanager
-    def _reading(self, version: int, in_parts: Sequence[str]) -> Iterator[None]:
-        """Tells the sources that are read part by part afterwards that it is done; where it fails, all of them."""
-        told: Sequence[str] = self._sources
+    def _reading(self, version: int) -> Iterator[None]:
+        """Tells the sources afterwards that it is done; what has failed keeps nothing of what it had read."""
+        lost = ""
         try:
             yield
-            told = in_parts
-        except PeerLostError as error:
-            told = [source for source in self._sources if source != error.peer]
+        except BaseException as error:
+            lost = error.peer if isinstance(error, PeerLostError) else ""
+            traceback.clear_frames(error.__traceback__)
             raise
         finally:
-            for source in told:
-                self._done(source, version)
+            for source in self._sources:
+                if source != lost:
+                    self._done(source, version)
 
     def _done(self, source: str, version: int | None) -> None:
         """Tells a source that no more is asked of a version, and it is awaited no longer; does not wait for it."""

@@ -28,7 +28,7 @@ from m2flow.comm.resharding import Box, Shard
 
 SERVICE = "m2flow.weights"
 _SAMPLE = 8
-# One for each reader of this process that reads a version with several requests.
+# One for each reader of this process.
 reader_numbers = itertools.count()
 
 
@@ -41,14 +41,14 @@ class StagedWeights(NamedTuple):
 
 
 class _Reader(NamedTuple):
-    """Who reads a version with several requests: its connection, and its own number there."""
+    """Who reads a version: its connection, and its own number there."""
 
     session: int
     number: int
 
 
 class _Staged(NamedTuple):
-    """A version in shared memory, as a payload, and who reads it part by part: they have yet to say that it is done."""
+    """A version in shared memory, as a payload, and who has asked for it and has yet to say that it is done."""
 
     slot: Slot
     size_bytes: int
@@ -60,7 +60,6 @@ class _Awaited(NamedTuple):
 
     version: int
     reader: _Reader
-    in_parts: bool
     read: Callable[[Tree], Tree] | None
     answer: "Future[Lend]"
 
@@ -98,7 +97,7 @@ class _Line:
 
 
 class WeightStore:
-    """What this process offers: the newest version of each name, and the one before while it is read part by part."""
+    """What this process offers: the newest version of each name, and the one before while it is read."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -115,7 +114,8 @@ class WeightStore:
         arrays = {key: value.data if isinstance(value, Shard) else value for key, value in weights.items()}
         layout = packed_layout(weights)
         line = self._line(name)
-        if not line.staging.acquire(timeout=-1.0 if timeout_s is None else timeout_s):
+        left_s = deadline.left_s
+        if not line.staging.acquire(timeout=-1.0 if left_s is None else left_s):
             raise _timed_out(name, "another thread that stages a version of it", deadline)
         try:
             keys = list(arrays)
@@ -126,7 +126,7 @@ class WeightStore:
             self._make_room(name, line, version, payload.size_bytes)
             staged = None
             try:
-                staged = self._written(payload, deadline)
+                staged = self._written(line, payload, deadline)
             except TimeoutError as error:
                 raise _timed_out(name, f"a reader to let go of shared memory ({error})", deadline) from error
             finally:
@@ -167,8 +167,8 @@ class WeightStore:
     def handle(self, request: Request) -> Any:
         """Answers "fetch", "layout", "digests" or "slices" of a version, at once or when it is staged; or "newest".
 
-        Who has asked for a layout or for slices says "done" when it needs no more of them; until then the version stays
-        beside the next one. "done" also ends its waiting for a version.
+        Who has asked says "done" when it has asked for all that it needs, or waits no longer; until then the version
+        stays beside the next one, where there is room.
         """
         method = request.method
         if method == "newest":
@@ -193,9 +193,7 @@ class WeightStore:
                 return {key: digest(value) for key, value in weights.items()}
             return self._slices(name, weights, *slices)
 
-        in_parts = method in ("layout", "slices")
-        asked = _Awaited(version, reader, in_parts, None if method == "fetch" else read, Future())
-        return self._find(name, asked)
+        return self._find(name, _Awaited(version, reader, None if method == "fetch" else read, Future()))
 
     def on_gone(self, session: int) -> None:
         """Takes note of a connection that is gone: what was read over it is done, and nobody waits there."""
@@ -215,7 +213,7 @@ class WeightStore:
             return self._lines.setdefault(name, _Line())
 
     def _make_room(self, name: str, line: _Line, version: int, size_bytes: int) -> None:
-        """Withdraws what is older, but for the version before where somebody reads it and both fit.
+        """Withdraws what is older, but for the version before where somebody reads it.
 
         Raises CommError for a version that never fits.
         """
@@ -224,24 +222,26 @@ class WeightStore:
                 raise ValueError(f"weights {name!r}: got version {version}, want more than the staged {line.newest}")
             needed = slot_bytes(size_bytes)
             kept = sum(other.kept_bytes for other in self._lines.values() if other is not line)
-            room = self._pool.quota_bytes - kept - needed
-            if room < 0:
+            if kept + needed > self._pool.quota_bytes:
                 raise CommError(
                     f"weights {name!r} version {version}: got {size_bytes} bytes beside {kept} of other weights that "
                     f"are staged here, want at most the quota of {self._pool.quota_bytes} in all: raise quota_bytes, "
                     "or release what is staged"
                 )
 
-            def makes_way(at: int, staged: _Staged) -> bool:
-                is_read = staged.readers or staged.slot.holds > 1
-                return at != line.newest or not is_read or staged.slot.size_bytes > room
-
-            old = line.take_staged(makes_way)
+            old = line.take_staged(lambda at, staged: at != line.newest or not staged.readers)
             line.reserved_bytes = needed
         self._let_go(old)
 
-    def _written(self, payload: Encoded, deadline: Deadline) -> _Staged:
-        slot = self._pool.take(payload.size_bytes, deadline)
+    def _written(self, line: _Line, payload: Encoded, deadline: Deadline) -> _Staged:
+        try:
+            slot = self._pool.take(payload.size_bytes, Deadline(0.0))
+        except TimeoutError:
+            # There is no room for both: what is read makes way too, and its readers are waited for.
+            with self._lock:
+                old = line.take_staged(lambda *_: True)
+            self._let_go(old)
+            slot = self._pool.take(payload.size_bytes, deadline)
         try:
             payload.write_into(slot.view(payload.size_bytes))
         except BaseException:
@@ -274,8 +274,7 @@ class WeightStore:
             staged = line.staged.get(asked.version)
             if staged is not None:
                 return self._lend(staged, asked)
-            # What has just made way for the next version is refused once that is there to be named.
-            if line.newest is not None and asked.version <= line.newest and not line.reserved_bytes:
+            if line.newest is not None and asked.version <= line.newest:
                 raise _withdrawn(name, asked.version, line)
             line.awaited.append(asked)
             return asked.answer
@@ -283,8 +282,7 @@ class WeightStore:
     def _lend(self, staged: _Staged, asked: _Awaited) -> Lend:
         """Returns an answer that holds the slot, before anybody can withdraw the version."""
         self._pool.hold(staged.slot)
-        if asked.in_parts:
-            staged.readers.add(asked.reader)
+        staged.readers.add(asked.reader)
         return Lend(staged.slot, staged.size_bytes, self._pool.let_go, asked.read)
 
     def _done(self, line: _Line, version: int, reader: _Reader) -> None:
@@ -312,7 +310,8 @@ class WeightStore:
         Of a slice that has changed little since the version `base`, which the reader has, only the changes.
         """
         with self._lock:
-            older = None if base is None else self._lines[name].staged.get(base)
+            line = self._lines.get(name)
+            older = None if line is None or base is None else line.staged.get(base)
             if older is not None:
                 self._pool.hold(older.slot)
         try:

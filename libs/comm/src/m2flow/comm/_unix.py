@@ -50,7 +50,7 @@ class UnixLink:
         self._watched = 0
         self._closed = False
         self._out: deque[tuple[memoryview, int | None]] = deque()
-        self.unsent_bytes = 0
+        self.unsent_bytes = self.num_taken = 0
         self._lock = threading.Lock()
         self._drained = threading.Condition(self._lock)
         self._receiver = Receiver()
@@ -207,6 +207,7 @@ class UnixLink:
 
     def _taken(self, sent: int) -> None:
         self.unsent_bytes -= sent
+        self.num_taken += 1
         while sent:
             data, fd = self._out.popleft()
             if fd is not None:

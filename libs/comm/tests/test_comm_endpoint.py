@@ -654,6 +654,9 @@ def test_what_came_with_a_frame_that_an_interrupt_ends_is_dealt_with(make_endpoi
     waits.handle("interrupts", interrupt, prompt=True)
     waits.handle("third", lambda _: 3, prompt=True)
     calls.handle("call back", call_back)
+    calls.handle("greet", lambda _: None)
+    # Only whom it knows does a thread that waits read from.
+    waits.request("calls", "greet", "", timeout_s=5)
     with pytest.raises(KeyboardInterrupt):
         waits.request("calls", "call back", "", timeout_s=5)
     assert answers[2].result(2) == 3

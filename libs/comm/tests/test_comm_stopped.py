@@ -54,6 +54,7 @@ def behind(
         if remote:
             a.add_address("b", b.listen("127.0.0.1:0"))
         b.handle("s", lambda request: None, prompt=True)
+        b.stage_weights("w", 1, {"x": np.ones(10)})
         b.host_channel("q", producers=["a"], consumers=["a"])
         a.request("b", "s", "m")
         ends.callback(stop(b).set)
@@ -75,6 +76,18 @@ def test_time_outs_hold(behind: Endpoint) -> None:
         behind.send("b", 1, tag="mail", timeout_s=0.05)
     if behind.address != behind.address_of("b"):
         assert len(behind._fabric.connection("b")._calls) == kept, "what was not asked is waited for"
+        with pytest.raises(TimeoutError_, match=r"'send mail': waited 0\.\d+ s for b$"):
+            behind.isend("b", 1, tag="mail", timeout_s=0.05)
+    receiver = behind.weight_receiver("w", sources=["b"])
+    for fetch in (
+        lambda: behind.request_async("b", "s", "m", timeout_s=0.05),
+        lambda: behind.fetch_weights("b", "w", 1, timeout_s=0.05),
+        lambda: receiver.prepare(1, timeout_s=0.05),
+        lambda: behind.weight_receiver("w", sources=["b"], delta=True).prepare(1, timeout_s=0.05),
+        lambda: receiver.stream(1, dict, timeout_s=0.05),
+    ):
+        with pytest.raises(TimeoutError_, match=r"waited 0\.\d+ s for b$"):
+            fetch()
     for item in (1, np.zeros(1 << 17)):
         with pytest.raises(TimeoutError_, match=r"'q', key 'k': waited 0\.\d+ s for b$"):
             q.put(item, key="k", timeout_s=0.05)

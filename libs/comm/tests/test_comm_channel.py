@@ -639,3 +639,15 @@ def test_what_would_wait_in_a_callback_is_refused(make_endpoint: Any, wait: Any)
     answer.set_result(None)
     with pytest.raises(CommError, match="which must not wait: call it elsewhere"):
         called.result(5)
+
+
+def test_a_put_to_nobody_is_cancelled_at_once(make_endpoint: Any) -> None:
+    channel = make_endpoint("p").channel("q", host="nobody")
+
+    async def main() -> float:
+        since = time.monotonic()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(channel.aput(1), 0.02)
+        return time.monotonic() - since
+
+    assert asyncio.run(main()) < 0.7

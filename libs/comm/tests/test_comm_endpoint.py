@@ -608,3 +608,65 @@ def test_who_has_said_no_hello_hears_no_goodbye(run_dir: Path) -> None:
             while not a._fabric._all and time.monotonic() < deadline:
                 time.sleep(0.001)
         assert stranger.recv(100) == b""
+
+
+def test_who_closes_while_it_is_greeted_says_goodbye(make_endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    caller, closing = make_endpoint("caller"), make_endpoint("closing")
+    lost: list[str] = []
+    caller.on_peer_lost(lost.append)
+    met, closed = threading.Event(), threading.Event()
+    meet = closing._fabric._meet
+
+    def meet_slowly(connection: Any, hello: bytes) -> None:
+        meet(connection, hello)
+        met.set()
+        closed.wait(5)
+
+    monkeypatch.setattr(closing._fabric, "_meet", meet_slowly)
+    going = caller.request_async("closing", "service", "")
+    assert met.wait(5)
+    thread = threading.Thread(target=closing.close)
+    thread.start()
+    assert wait_until(lambda: closing._fabric._closed)
+    time.sleep(0.05)
+    closed.set()
+    with pytest.raises(PeerLostError, match="it closed its endpoint"):
+        going.result(5)
+    thread.join(5)
+    assert lost == []
+
+
+def test_what_came_with_a_frame_that_an_interrupt_ends_is_dealt_with(make_endpoint: Any) -> None:
+    waits, calls = make_endpoint("waits"), make_endpoint("calls")
+    answers: list[Any] = []
+
+    def interrupt(request: Any) -> None:
+        raise KeyboardInterrupt
+
+    def call_back(request: Any) -> Any:
+        # Sent while the other end is busy with the first, so that it reads the last two at once.
+        answers.append(calls.request_async("waits", "slow", ""))
+        for service in ("interrupts", "third"):
+            answers.append(calls.request_async("waits", service, ""))
+        return Future()
+
+    waits.handle("slow", lambda _: time.sleep(0.3), prompt=True)
+    waits.handle("interrupts", interrupt, prompt=True)
+    waits.handle("third", lambda _: 3, prompt=True)
+    calls.handle("call back", call_back)
+    calls.handle("greet", lambda _: None)
+    # Only whom it knows does a thread that waits read from.
+    waits.request("calls", "greet", "", timeout_s=5)
+    with pytest.raises(KeyboardInterrupt):
+        waits.request("calls", "call back", "", timeout_s=5)
+    assert answers[2].result(2) == 3
+
+
+def test_polling_for_an_answer_costs_it_nothing(make_endpoint: Any) -> None:
+    asks, answers = make_endpoint("asks"), make_endpoint("answers")
+    answers.handle("later", lambda _: Future())
+    answer = asks.request_async("answers", "later", "")
+    for _ in range(20):
+        with pytest.raises(TimeoutError):
+            answer.result(0.001)
+    assert len(answer._done_callbacks) <= 2

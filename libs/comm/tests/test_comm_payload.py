@@ -473,3 +473,11 @@ def test_what_the_receiver_refuses_for_its_dims_is_refused_at_the_sender(monkeyp
         refuse(np.zeros((1, 1, 1)))
         with pytest.raises(PayloadError, match="got an array of 4 dims, want at most 3"):
             refuse(np.zeros((1, 1, 1, 1)))
+
+
+def test_long_keys_are_not_kept() -> None:
+    before = _tree._keys.cache_info().currsize
+    for number in range(3):
+        tree = {f"{number}" + "x" * 1000: 1, "y": 2}
+        assert decode(encode(tree).to_bytes()) == tree
+    assert _tree._keys.cache_info().currsize == before

@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from m2flow.comm import Endpoint, PeerLostError, Put, TimeoutError_, _fabric, _grpc, _lease
+from m2flow.comm import Endpoint, PeerLostError, Put, TimeoutError_, _connection, _fabric, _grpc, _lease
 from m2flow.comm._connection import HIGH_WATER_BYTES
+from m2flow.comm._deadline import Deadline
+from m2flow.comm._line import Line
 
 BODY = bytes(30_000)
 
@@ -51,6 +54,7 @@ def behind(
         if remote:
             a.add_address("b", b.listen("127.0.0.1:0"))
         b.handle("s", lambda request: None, prompt=True)
+        b.stage_weights("w", 1, {"x": np.ones(10)})
         b.host_channel("q", producers=["a"], consumers=["a"])
         a.request("b", "s", "m")
         ends.callback(stop(b).set)
@@ -72,6 +76,18 @@ def test_time_outs_hold(behind: Endpoint) -> None:
         behind.send("b", 1, tag="mail", timeout_s=0.05)
     if behind.address != behind.address_of("b"):
         assert len(behind._fabric.connection("b")._calls) == kept, "what was not asked is waited for"
+        with pytest.raises(TimeoutError_, match=r"'send mail': waited 0\.\d+ s for b$"):
+            behind.isend("b", 1, tag="mail", timeout_s=0.05)
+    receiver = behind.weight_receiver("w", sources=["b"])
+    for fetch in (
+        lambda: behind.request_async("b", "s", "m", timeout_s=0.05),
+        lambda: behind.fetch_weights("b", "w", 1, timeout_s=0.05),
+        lambda: receiver.prepare(1, timeout_s=0.05),
+        lambda: behind.weight_receiver("w", sources=["b"], delta=True).prepare(1, timeout_s=0.05),
+        lambda: receiver.stream(1, dict, timeout_s=0.05),
+    ):
+        with pytest.raises(TimeoutError_, match=r"waited 0\.\d+ s for b$"):
+            fetch()
     for item in (1, np.zeros(1 << 17)):
         with pytest.raises(TimeoutError_, match=r"'q', key 'k': waited 0\.\d+ s for b$"):
             q.put(item, key="k", timeout_s=0.05)
@@ -96,6 +112,28 @@ def test_an_event_loop_goes_on(behind: Endpoint) -> None:
     assert not done.is_alive()
 
 
+def test_one_that_gives_up_in_a_line_for_room_lets_the_next_one_look() -> None:
+    full, line, served = [True], Line(), list[str]()
+    peer: Any = SimpleNamespace(has_room=lambda: not full[0])
+
+    async def wait(name: str, timeout_s: float | None = None) -> bool:
+        came = await line.room(peer, Deadline(timeout_s))
+        served.append(name)
+        return came
+
+    async def stand() -> None:
+        first, second, third, fourth = (asyncio.ensure_future(wait(name)) for name in "abcd")
+        assert not await wait("e", 0.01)
+        second.cancel()
+        first.cancel()
+        await asyncio.sleep(0.01)
+        full[0] = False
+        assert await asyncio.gather(third, fourth, wait("f")) == [True] * 3
+
+    asyncio.run(stand())
+    assert served == ["e", "c", "d", "f"]
+
+
 def test_a_put_to_a_host_that_is_not_there_takes_no_longer_than_its_time_out(make_endpoint: Any) -> None:
     q, started = make_endpoint("a").channel("q", host="nobody"), time.monotonic()
     for _ in range(3):
@@ -104,34 +142,70 @@ def test_a_put_to_a_host_that_is_not_there_takes_no_longer_than_its_time_out(mak
     assert time.monotonic() - started < 0.9
 
 
+@pytest.mark.parametrize("by_reference", [True, False], ids=["local", "unix"])
 def test_one_that_takes_no_answers_harms_no_other_and_is_given_up_beyond_the_quota(
-    make_endpoint: Any, stop: Any
+    run_dir: Path, stop: Any, monkeypatch: pytest.MonkeyPatch, by_reference: bool
 ) -> None:
-    server, slow, other = make_endpoint("server", quota_bytes=16 << 20), make_endpoint("slow"), make_endpoint("other")
-    promised: list[Future[bytes]] = []
-    lost = threading.Event()
-    server.on_peer_lost(lambda name: lost.set())
+    monkeypatch.setattr(_connection, "_STALL_LOOK_S", 0.02)
+    with ExitStack() as ends:
+        server, slow, other = (
+            ends.enter_context(Endpoint(run_dir, name, token="t", by_reference=by_reference, quota_bytes=16 << 20))
+            for name in ("server", "slow", "other")
+        )
+        promised: list[Future[bytes]] = []
+        lost = threading.Event()
+        server.on_peer_lost(lambda name: lost.set())
 
-    def later(request: Any) -> Future[bytes]:
-        promised.append(Future())
-        return promised[-1]
+        def later(request: Any) -> Future[bytes]:
+            promised.append(Future())
+            return promised[-1]
 
-    server.handle("later", later, prompt=True)
-    server.handle("s", lambda request: "answered")
-    for _ in range(700):
-        slow.request_async("server", "later", "m")
-    while len(promised) < 700:
-        time.sleep(0.01)
-    asked = server.request_async("slow", "s", "m")
-    held = stop(slow)
-    for future in promised[:400]:
-        future.set_result(BODY)
-    assert other.request("server", "s", "m", timeout_s=5) == "answered"
-    assert HIGH_WATER_BYTES < server._fabric.connection("slow").link.unsent_bytes < 16 << 20
-    for future in promised[400:]:
-        future.set_result(BODY)
-    with pytest.raises(PeerLostError, match=r"it does not take what it is sent: \d+ bytes wait.* quota of 16777216"):
-        asked.result(5)
-    assert lost.wait(5)
-    assert other.request("server", "s", "m", timeout_s=5) == "answered"
-    held.set()
+        server.handle("later", later, prompt=True)
+        server.handle("s", lambda request: "answered")
+        for _ in range(700):
+            slow.request_async("server", "later", "m")
+        while len(promised) < 700:
+            time.sleep(0.01)
+        asked = server.request_async("slow", "s", "m")
+        held = stop(slow)
+        for future in promised[:400]:
+            future.set_result(BODY)
+        assert other.request("server", "s", "m", timeout_s=5) == "answered"
+        assert HIGH_WATER_BYTES < server._fabric.connection("slow").link.unsent_bytes < 16 << 20
+        for future in promised[400:]:
+            future.set_result(BODY)
+        with pytest.raises(
+            PeerLostError, match=r"it does not take what it is sent: \d+ bytes wait.* quota of 16777216"
+        ):
+            asked.result(5)
+        assert lost.wait(5)
+        assert other.request("server", "s", "m", timeout_s=5) == "answered"
+        held.set()
+
+
+def test_answers_beyond_the_quota_reach_a_peer_that_takes_them(make_endpoint: Any) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b", quota_bytes=2 << 20)
+    b.handle("s", lambda request: np.ones(1 << 20, np.uint8))
+    answers = [a.request_async("b", "s", "m") for _ in range(24)]
+    assert sum(len(answer.result(10)) for answer in answers) == 24 << 20
+
+
+def test_many_puts_of_an_event_loop_wait_for_room_in_order(make_endpoint: Any) -> None:
+    host, client = make_endpoint("host"), make_endpoint("client", quota_bytes=16 << 20)
+    host.host_channel("q", producers=["client"], consumers=["host"])
+    q = client.channel("q", host="host")
+    q.put([-1])
+    link, most = client._fabric.connection("host").link, 0
+
+    async def put(number: int) -> None:
+        nonlocal most
+        await q.aput([number, BODY])
+        most = max(most, link.unsent_bytes)
+
+    async def put_all() -> None:
+        await asyncio.gather(*map(put, range(1000)))
+
+    asyncio.run(put_all())
+    assert most < HIGH_WATER_BYTES + 2 * len(BODY)
+    taken = host.channel("q", host="host")
+    assert [taken.get().item[0] for _ in range(1001)] == list(range(-1, 1000))

@@ -34,6 +34,10 @@ INLINE_BYTES = 32 << 10
 HIGH_WATER_BYTES = 8 << 20
 # How often it looks whether it still has to: one that is cancelled ends its deadline.
 _LOOK_S = 0.1
+# A peer for whom too much waits is given up when it has taken nothing from one look to the next, so often in a row.
+# Not in one long look: this end's own io thread may have been busy, and brought it nothing.
+_STALL_LOOK_S = 1.0
+_NUM_STALL_LOOKS = 5
 
 # In place of a segment's id, which is random.
 _DATA = 0
@@ -45,7 +49,8 @@ _sessions = itertools.count(1)
 class Link(Protocol):
     """What carries frames: a Unix socket, a gRPC stream, or nothing but the thread that sends.
 
-    To send never waits: what the other end does not take yet is kept here, and counted.
+    To send never waits: what the other end does not take yet is kept here, and counted. `num_taken` grows whenever the
+    other end takes some of it.
     """
 
     passes_fds: bool
@@ -53,6 +58,8 @@ class Link(Protocol):
 
     @property
     def unsent_bytes(self) -> int: ...
+    @property
+    def num_taken(self) -> int: ...
     def send(self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None) -> None: ...
     def wait_sent(self, timeout_s: float | None, at_most_bytes: int) -> bool: ...
     def read_until(self, awaited: Awaited, timeout_s: float | None, ask: Callable[[], None] = nothing) -> None: ...
@@ -94,6 +101,7 @@ class Connection:
         # Of a message and the data that goes ahead of it: so far, and of the largest that had to wait.
         self._message_bytes = 0
         self._largest_bytes = 0
+        self._looks_for_stall = False
         self._ids = itertools.count(1)
         self._calls: dict[int, Reply] = {}
         self._lost: CommError | None = None
@@ -142,15 +150,38 @@ class Connection:
             self._bound_unsent(kind, len(body))
 
     def _bound_unsent(self, kind: Kind, size_bytes: int) -> None:
-        """Ends the link to a peer for whom more than the quota waits, beside the largest message of all."""
+        """Ends the link to a peer that takes nothing while more than the quota waits, beside the largest message."""
         self._message_bytes += size_bytes
         if kind is Kind.DATA:
             return
         self._largest_bytes, self._message_bytes = max(self._largest_bytes, self._message_bytes), 0
+        if self._is_behind() and not self._looks_for_stall:
+            self._looks_for_stall = True
+            self._look_later(self.link.num_taken, 0)
+
+    def _is_behind(self) -> bool:
+        return self.link.unsent_bytes > self._pool.quota_bytes + self._largest_bytes
+
+    def _look_later(self, num_taken: int, num_looks: int) -> None:
+        self._loop.call_later(_STALL_LOOK_S, partial(self._look_for_stall, num_taken, num_looks))
+
+    def _look_for_stall(self, num_taken: int, num_looks: int) -> None:
+        self._looks_for_stall = self._is_behind()
+        if not self._looks_for_stall:
+            return
+        now = self.link.num_taken
+        num_looks = num_looks + 1 if now == num_taken else 0
+        if num_looks < _NUM_STALL_LOOKS:
+            self._look_later(now, num_looks)
+            return
         unsent, quota = self.link.unsent_bytes, self._pool.quota_bytes
-        if unsent > quota + self._largest_bytes:
-            reason = f"it does not take what it is sent: {unsent} bytes wait for it, want at most the quota of {quota}"
-            self._loop.call(partial(self.link.fail, reason))
+        self.link.fail(
+            f"it does not take what it is sent: {unsent} bytes wait for it, want at most the quota of {quota}"
+        )
+
+    def has_room(self) -> bool:
+        """Says whether who asks with a payload need not wait: at most 8 MiB are on their way to the peer."""
+        return self.link.unsent_bytes <= HIGH_WATER_BYTES or self.link.wait_sent(0.0, HIGH_WATER_BYTES)
 
     def wait_for_room(self, deadline: Deadline) -> bool:
         """Waits, unless as the io thread, while 8 MiB are on their way to the peer; says whether it took them in time.

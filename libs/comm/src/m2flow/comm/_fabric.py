@@ -146,7 +146,8 @@ class Fabric:
             self._dialled[peer] = connection
             self._all.add(connection)
         if isinstance(link, UnixLink):
-            self._dial(connection, link, time.monotonic())
+            # As the io thread: a KeyboardInterrupt would leave a connection that nobody dials.
+            self.loop.call(partial(self._dial, connection, link, time.monotonic()))
         else:
             self._streams.dial(address, link)
         return connection
@@ -250,12 +251,11 @@ class Fabric:
             if self._closed:
                 return
             self._closed = True
-            connections = list(self._all)
+            # Those at whose other end our hello comes first.
+            connections = {*self._dialled.values(), *self._accepted.values()}
         self._go()
         for connection in connections:
-            # Who was accepted and has yet to say who it is expects no word before a hello.
-            if connection.peer:
-                connection.send(Kind.GOODBYE, 0, b"")
+            connection.send(Kind.GOODBYE, 0, b"")
         for connection in connections:
             # Another endpoint of this process deals with it in its own time.
             if connection.greeted and not connection.within:
@@ -406,6 +406,10 @@ class Fabric:
             with self._lock:
                 self._accepted[connection.peer] = connection
                 dialled = self._dialled.get(connection.peer)
+                closing = self._closed
+            if closing:
+                # It came too late for `close` to take its leave.
+                connection.send(Kind.GOODBYE, 0, b"")
             if dialled is not None and dialled.link.passes_fds and not (connection.link.passes_fds or dialled.greeted):
                 # Looked for on this host, it has come from another.
                 dialled.link.fail("it connected from another host meanwhile: call it again")

@@ -75,7 +75,7 @@ class GrpcLink:
         self._parser = FrameParser()
         self._closed = False
         self._out: deque[memoryview] = deque()
-        self.unsent_bytes = 0
+        self.unsent_bytes = self.num_taken = 0
         self._lock = threading.Lock()
         self._drained = threading.Condition(self._lock)
         self._wake = asyncio.Event()
@@ -136,6 +136,7 @@ class GrpcLink:
                 await stream.write(chunk)
                 with self._lock:
                     self.unsent_bytes -= sum(map(len, chunk))
+                    self.num_taken += 1
                     self._drained.notify_all()
             if self._closed:
                 return

@@ -174,7 +174,7 @@ class Asked:
         except asyncio.CancelledError:
             # The answer must still be heard: it says that nothing is put any more, and the items in it go back.
             self._withdraw()
-            await asyncio.wait([answered], timeout=_CANCEL_TIMEOUT_S)
+            await asyncio.wait([answered], timeout=self._cancel_timeout_s)
             raise
         if not answered.done():
             self._withdraw()

@@ -37,6 +37,7 @@ class LocalLink:
         self._other: LocalLink | None = None
         # Of the frames that have come to this end and wait for who is at work.
         self._waiting_bytes = 0
+        self._num_dealt = 0
         # A Condition would stay locked after a KeyboardInterrupt in its own code.
         self._counting = threading.Lock()
         self.body_limit = _frames.MAX_HELLO_BYTES
@@ -50,6 +51,12 @@ class LocalLink:
         """Bytes that the other end has yet to deal with."""
         other = self._other
         return 0 if other is None else other._waiting_bytes
+
+    @property
+    def num_taken(self) -> int:
+        """How many frames the other end has dealt with."""
+        other = self._other
+        return 0 if other is None else other._num_dealt
 
     def send(self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None) -> None:
         """Brings a frame to the other end; a descriptor stays the caller's. Raises BrokenPipeError once closed.
@@ -74,6 +81,7 @@ class LocalLink:
             self._on_frame(kind, request_id, body, fd)
         except CommError as error:
             self.fail(str(error))
+        self._num_dealt += 1
         # Counted down before its sender has counted it, where that one is at work: the sum is right.
         self._count(-_FRAME_BYTES - len(body))
 

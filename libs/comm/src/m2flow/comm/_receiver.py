@@ -28,12 +28,15 @@ class Receiver:
         self._end = 0
         self._fds: deque[int] = deque()
 
-    def receive(self, connected: socket.socket) -> bool:
-        """Takes what the socket has, without waiting; says whether it had anything. Raises CommError at its end."""
+    def receive(self, connected: socket.socket) -> None:
+        """Takes what the socket has, without waiting. Raises CommError at its end."""
+        if self._end == len(self._buffer):
+            # Full of what an interrupted thread has not cut.
+            return
         try:
             size, ancillary, flags, _ = connected.recvmsg_into([self._view[self._end :]], _ANCILLARY_BYTES, _CLOEXEC)
         except BlockingIOError:
-            return False
+            return
         except OSError as error:
             raise CommError(f"its connection failed: {error}") from error
         taken = 0
@@ -49,7 +52,6 @@ class Receiver:
         if not size:
             raise CommError("its connection closed without a goodbye")
         self._end += size
-        return True
 
     def frames(self, limits: Limits) -> Iterator[tuple[Kind, int, bytes, int | None]]:
         """Cuts whole frames: kind, id, body and, for a segment, its descriptor. Each is cut when it is asked for.

@@ -102,6 +102,7 @@ class Answer(Future[_T]):
     """A future that comes over a link, for callers who want one: it may be cancelled, and resolved by any thread."""
 
     link: Readable | None = None
+    _has_waited = False
 
     def add_done_callback(self, fn: "Callable[[Future[_T]], object]") -> None:
         """Like Future's; what else than an Exception a callback raises is logged too, and ends no io thread."""
@@ -120,7 +121,9 @@ class Answer(Future[_T]):
         if self.link is None or self.done():
             return timeout
         since = time.monotonic()
-        super().add_done_callback(self.link.interrupt)
+        if not self._has_waited:
+            self._has_waited = True
+            super().add_done_callback(self.link.interrupt)
         self.link.read_until(self, timeout)
         return None if timeout is None else max(0.0, timeout - (time.monotonic() - since))
 

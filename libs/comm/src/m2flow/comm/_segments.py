@@ -108,13 +108,14 @@ class Pool:
         # The segment of each size that slots are still being cut from.
         self._slabs: dict[int, Segment] = {}
         self._used_bytes = 0
-        self._room = threading.Condition()
+        self._lock = threading.RLock()
+        self._room = threading.Condition(self._lock)
         self._abandoned = False
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all slots, in use or kept warm: what the pool costs."""
-        with self._room:
+        with self._lock:
             return self._used_bytes
 
     def take(self, size_bytes: int, deadline: Deadline | None = None) -> Slot:
@@ -130,7 +131,7 @@ class Pool:
             raise CommError(
                 f"got a payload of {size_bytes} bytes, want at most the quota of {self.quota_bytes}: raise it"
             )
-        with self._room:
+        with self._lock:
             while not self._free[size] and not self._make_room(size):
                 left_s = None if deadline is None else deadline.left_s
                 if left_s == 0 or not self._room.wait(left_s):
@@ -142,21 +143,21 @@ class Pool:
 
     def wake(self) -> None:
         """Lets who waits for room look at its deadline again."""
-        with self._room:
+        with self._lock:
             self._room.notify_all()
 
     def hold(self, slot: Slot) -> None:
         """Holds a slot once more: for another reader."""
         if self._abandoned:
             return
-        with self._room:
+        with self._lock:
             slot.holds += 1
 
     def let_go(self, slot: Slot, *, abandoned: bool = False) -> None:
         """Ends one hold; the last one gives the slot back. `abandoned`: somebody may still read it, for ever."""
         if self._abandoned:
             return
-        with self._room:
+        with self._lock:
             segment = slot.segment
             slot.abandoned |= abandoned
             if abandoned and not segment.abandoned:
@@ -180,7 +181,7 @@ class Pool:
         """Gives the memory of all that is not in use back to the system."""
         if self._abandoned:
             return
-        with self._room:
+        with self._lock:
             self._drop_unused(0)
 
     def abandon(self) -> None:

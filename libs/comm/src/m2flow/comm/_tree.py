@@ -141,12 +141,12 @@ class TreeWriter:
 
     def _dict(self, value: dict[Any, Any]) -> None:
         out, write = self.out, self.write
-        head = _keys(*value) if len(value) <= _MAX_KEYS else None
-        if head is None:
+        # Looked at before they are kept: prompts may be keys too.
+        if len(value) > _MAX_KEYS or not all(type(key) is str and len(key) <= _MAX_KEY for key in value):
             out += _TAG_U32.pack(b"m", len(value))
             self._all(itertools.chain.from_iterable(value.items()))
             return
-        out += head
+        out += _keys(*value)
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise _too_deep()
@@ -205,11 +205,9 @@ class TreeWriter:
         self.parts.append((part, len(part)))
 
 
-@lru_cache(maxsize=1024, typed=True)
-def _keys(*keys: Any) -> bytes | None:
-    """Returns the keys of a dict as the tree spells them: once for all items of one structure; None for odd ones."""
-    if not all(type(key) is str and len(key) <= _MAX_KEY for key in keys):
-        return None
+@lru_cache(maxsize=1024)
+def _keys(*keys: str) -> bytes:
+    """Returns the short keys of a dict as the tree spells them: once for all items of one structure."""
     spelt = [key.encode("utf-8", "surrogatepass") for key in keys]
     table = b"".join(_U32.pack(len(data)) + data for data in spelt)
     return _TAG_U32.pack(b"k", len(table)) + table

@@ -50,7 +50,7 @@ class UnixLink:
         self._watched = 0
         self._closed = False
         self._out: deque[tuple[memoryview, int | None]] = deque()
-        self.unsent_bytes = 0
+        self.unsent_bytes = self.num_taken = 0
         self._lock = threading.Lock()
         self._drained = threading.Condition(self._lock)
         self._receiver = Receiver()
@@ -173,8 +173,10 @@ class UnixLink:
             return
         wanted = (0 if self._waiting is not None else READ) | (WRITE if self._out else 0)
         if wanted != self._watched:
-            self._watched = wanted
+            # A KeyboardInterrupt may come here: what is not known to be asked is asked again.
+            self._watched = -1
             self._loop.watch(self._socket.fileno(), wanted, self._ready)
+            self._watched = wanted
 
     def _flush(self, connected: socket.socket) -> None:
         """Writes until the socket is full. A dead socket is left for the reader to find: it closes the link, once."""
@@ -207,6 +209,7 @@ class UnixLink:
 
     def _taken(self, sent: int) -> None:
         self.unsent_bytes -= sent
+        self.num_taken += 1
         while sent:
             data, fd = self._out.popleft()
             if fd is not None:
@@ -257,8 +260,9 @@ class UnixLink:
     def _receive(self, deal_with: OnFrame) -> None:
         """Reads once and deals with every whole frame; raises CommError where the link has ended."""
         connected = None if self._closed else self._socket
-        if connected is None or not self._receiver.receive(connected):
+        if connected is None:
             return
+        self._receiver.receive(connected)
         for found in self._receiver.frames(self):
             deal_with(*found)
             if self._closed:
@@ -287,6 +291,8 @@ class UnixLink:
                 self._end_waiting()
             with contextlib.suppress(RuntimeError):
                 self._reading.release()
+            # What it has read and not dealt with is the io thread's.
+            self._loop.call(lambda: self._ready(READ))
             raise
 
     def _begin_waiting(self, awaited: Awaited) -> bool:
@@ -306,12 +312,14 @@ class UnixLink:
 
     def _end_waiting(self) -> None:
         with self._lock:
-            self._waiting, self._waiting_thread = None, 0
+            self._waiting = None
             if self._closed:
+                self._waiting_thread = 0
                 self._free()
                 return
             # What it has put off sending is left to the io thread: the one that waited has what it waited for.
             self._watch()
+            self._waiting_thread = 0
 
     def _wait(self, awaited: Awaited, timeout_s: float | None) -> None:
         assert self._poll is not None

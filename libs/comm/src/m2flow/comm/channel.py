@@ -7,6 +7,7 @@ of large items stay where their producer wrote them, in shared memory, and the c
 import operator
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import MAX_MESSAGE_BYTES, Kind
 from m2flow.comm._items import MAX_WEIGHT, add_columns, add_payloads, can_be_summed
 from m2flow.comm._lease import Asked, Lease
+from m2flow.comm._line import Line
 from m2flow.comm._references import Reference
 from m2flow.comm._tree import check
 from m2flow.comm.errors import PayloadError, TimeoutError_
@@ -85,6 +87,8 @@ class Channel:
         self._stays_here = stays_here
         self._check_may_wait = check_may_wait
         self._device = device
+        # By event loop.
+        self._lines: weakref.WeakKeyDictionary[object, Line] = weakref.WeakKeyDictionary()
 
     # Putting.
 
@@ -181,10 +185,13 @@ class Channel:
         if not items:
             return
         deadline, encoded = Deadline(timeout_s), self._encoded(items)
+        line = self._lines.setdefault(sys.modules["asyncio"].get_running_loop(), Line())
+        if not await line.room(self._connect(self.host), deadline):
+            raise self._timed_out(_key_of(items), self.host, deadline)
         if encoded is not None and max(payload.size_bytes for payload in encoded) > INLINE_BYTES:
             asked = await self._ask_put_async(items, encoded, deadline)
         else:
-            # Not even for the host to take what was sent before: a task has one such message under way.
+            # It has waited for the host to take what was sent before.
             asked = self._ask_put(items, encoded, deadline, wait=True, at_once=True)
         await asked.wait_async()
 
@@ -451,15 +458,18 @@ class Channel:
                 # What is large may go ahead of the message.
                 waits = not at_once and (not packed or payload.size_bytes > INLINE_BYTES)
                 if waits and not connection.wait_for_room(deadline):
-                    raise TimeoutError_(channel=self.name, key=key, peer=self.host, elapsed_s=deadline.elapsed_s)
+                    raise self._timed_out(key, self.host, deadline)
                 packed.append(connection.pack(payload, deadline))
         except BaseException as error:
             connection.take_back(packed)
             if isinstance(error, TimeoutError) and not isinstance(error, TimeoutError_):
                 peer = f"readers to let go of shared memory ({error})"
-                raise TimeoutError_(channel=self.name, key=key, peer=peer, elapsed_s=deadline.elapsed_s) from error
+                raise self._timed_out(key, peer, deadline) from error
             raise
         return packed
+
+    def _timed_out(self, key: str | None, peer: str, deadline: Deadline) -> TimeoutError_:
+        return TimeoutError_(channel=self.name, key=key, peer=peer, elapsed_s=deadline.elapsed_s)
 
     def _end_leases(self, leases: Lease | Iterable[Lease], *, give_back: bool) -> None:
         ended = [leases] if isinstance(leases, Lease) else leases

@@ -1,7 +1,7 @@
 """Collectives between ranks that are endpoints: broadcast, scatter, gather, all-gather, all-to-all, rows from n to m.
 
-Every rank calls the same collectives in the same order. Each call returns a handle at once; `wait` blocks for it. They
-are made of sends and receives, so what holds for those holds here: payloads are any trees, and a dead rank is named.
+Every rank calls the same collectives in the same order. Each call returns a handle; `wait` blocks for it. They are
+made of sends and receives, so what holds for those holds here: payloads are any trees, and a dead rank is named.
 """
 
 import concurrent.futures
@@ -23,9 +23,9 @@ class Backend(Protocol):
     """What carries messages between named ranks: an Endpoint, or a process group of torch.distributed.
 
     Messages of one sender and tag arrive in the order sent. A future of `isend` is done when the receiver has the
-    message, one of `irecv` holds its tree; both fail with PeerLostError when the other end dies. Neither call blocks
-    but for the copy and its memory, and a tree that cannot be encoded raises PayloadError at once, unless it is handed
-    over as it is.
+    message, one of `irecv` holds its tree; both fail with PeerLostError when the other end dies. `irecv` does
+    not block; `isend` does for the copy and its memory and, at an endpoint, while 8 MiB are on their way to the peer. A
+    tree that cannot be encoded raises PayloadError at once, unless it is handed over as it is.
     """
 
     name: str
@@ -83,8 +83,10 @@ class Handle(Generic[T]):
 class RankGroup:
     """The ranks of one group, by name and in order, seen from one of them.
 
-    Each collective returns its handle at once and blocks for the copies only. It raises PayloadError for a tree that
-    cannot be encoded, ValueError where not every rank is given one or `root` is none of the ranks, which begin with 0.
+    Each collective returns its handle once what it sends is on its way. It blocks until then, as the backend's `isend`
+    does: for the copies and their memory and, between endpoints, while 8 MiB are on their way to a rank, however long
+    that one takes nothing. The `timeout_s` of `wait` begins afterwards. It raises PayloadError for a tree that cannot
+    be encoded, ValueError where not every rank is given one or `root` is none of the ranks, which begin with 0.
     """
 
     def __init__(self, backend: Backend, name: str, members: Sequence[str]) -> None:
@@ -208,7 +210,8 @@ def move_rows(
 
     `rows` is this rank's numpy array or tensor of shape [sources[name], ...], or None where it gives none; the result
     is its array of shape [targets[name], ...], or None. Where no rank gives a row, who gives no array itself takes one
-    of shape [0]. Returns the handle at once. Raises ValueError where counts and rows disagree.
+    of shape [0]. Returns the handle, and blocks until then as a RankGroup's do. Raises ValueError where counts and rows
+    disagree.
     """
     givers, takers = list(sources), list(targets)
     num_rows = 0 if rows is None else len(rows)

@@ -196,14 +196,17 @@ class Endpoint:
             raise
         return read_answer(connection, body)
 
-    def request_async(self, peer: str, service: str, method: str, args: Tree = None) -> "Future[Tree]":
+    def request_async(
+        self, peer: str, service: str, method: str, args: Tree = None, *, timeout_s: float | None = None
+    ) -> "Future[Tree]":
         """Like `request`, returning the future of the answer; its callbacks must not block.
 
         Blocks for the copy of what is large, while 8 MiB are on their way to the peer, unless in a callback, and while
         the quota of shared memory is used up: in a callback it raises TimeoutError_ instead, as the memory would not
-        come back meanwhile.
+        come back meanwhile. `timeout_s` bounds what it blocks for, not how long the future may take: after so many
+        seconds it raises TimeoutError_, and nothing is asked.
         """
-        return self._request_async(peer, service, method, args, Deadline())
+        return self._request_async(peer, service, method, args, Deadline(timeout_s))
 
     def _request_async(self, peer: str, service: str, method: str, args: Tree, deadline: Deadline) -> "Future[Tree]":
         result: Answer[Tree] = Answer()
@@ -277,14 +280,15 @@ class Endpoint:
 
     # Messages.
 
-    def isend(self, peer: str, tree: Tree, *, tag: str = "") -> "Future[None]":
-        """Sends a tree to a peer; the future is done when the peer has received it. Blocks as `request_async` does.
+    def isend(self, peer: str, tree: Tree, *, tag: str = "", timeout_s: float | None = None) -> "Future[None]":
+        """Sends a tree to a peer; the future is done when the peer has received it. Blocks as `request_async` does,
+        for `timeout_s` seconds at most.
 
         Within one process the tree itself is handed over: the sender must not change it afterwards. The future fails
         with PeerLostError, or with CommError where the peer has its quota of messages that it does not receive;
         PayloadError is raised at once for what cannot be encoded.
         """
-        return self._isend(peer, tree, tag, Deadline())
+        return self._isend(peer, tree, tag, Deadline(timeout_s))
 
     def _isend(self, peer: str, tree: Tree, tag: str, deadline: Deadline) -> "Future[None]":
         local = self._fabric.in_this_process(peer)
@@ -433,7 +437,7 @@ class Endpoint:
         finally:
             # It is neither awaited nor read any more.
             with contextlib.suppress(CommError):
-                self.request_async(source, SERVICE, "done", asked)
+                self.request_async(source, SERVICE, "done", asked, timeout_s=0.0)
 
     def newest_weights(self, source: str, name: str, *, timeout_s: float | None = None) -> int:
         """Returns the newest version that `source` has staged under a name, -1 where there is none.

@@ -59,7 +59,9 @@ class Caller(Protocol):
         self, peer: str, service: str, method: str, args: Tree = None, *, timeout_s: float | None = None
     ) -> Tree: ...
 
-    def request_async(self, peer: str, service: str, method: str, args: Tree = None) -> "Future[Tree]": ...
+    def request_async(
+        self, peer: str, service: str, method: str, args: Tree = None, *, timeout_s: float | None = None
+    ) -> "Future[Tree]": ...
 
     @property
     def address(self) -> Address: ...
@@ -139,7 +141,7 @@ class WeightReceiver:
     def _prepare(self, version: int, near: Sequence[str], deadline: Deadline) -> Prepared:
         # What is on this host is mapped at once, its layout with it.
         args = (self._name, version, self._number)
-        asked = {source: self._caller.request_async(source, SERVICE, "fetch", args) for source in near}
+        asked = {source: self._asked(source, "fetch", args, deadline) for source in near}
         mapped = {source: self._answer(source, "fetch", answer, deadline) for source, answer in asked.items()}
         plan = self._plan(version, deadline, mapped)
         given: dict[str, Given] = {}
@@ -218,7 +220,7 @@ class WeightReceiver:
         plan = self._plan(version, deadline, {})
         names = list(plan)
         runs = list(_runs([plan[name][0].num_elements() * 8 for name in names], self._bucket_bytes))
-        ask = partial(self._ask, version, plan)
+        ask = partial(self._ask, version, plan, deadline)
         following = ask(names[slice(*runs[0])]) if runs else []
         for number, bounds in enumerate(runs):
             asked, following = following, []
@@ -254,22 +256,25 @@ class WeightReceiver:
         """Tells a source that no more is asked of a version, and it is awaited no longer; does not wait for it."""
         if version is not None and version != self._base_of(source)[0]:
             with contextlib.suppress(CommError):
-                self._caller.request_async(source, SERVICE, "done", (self._name, version, self._number))
+                self._asked(source, "done", (self._name, version, self._number), Deadline(0.0))
 
     def _base_of(self, source: str) -> tuple[int | None, dict[tuple[str, Box], Tree]]:
         return self._bases.get(source, (None, {}))
 
     def _ask(
-        self, version: int, plan: Plan, names: Sequence[str]
+        self, version: int, plan: Plan, deadline: Deadline, names: Sequence[str]
     ) -> list[tuple[str, list[tuple[str, _Move]], "Future[Tree]"]]:
-        """Asks each source for its pieces of these tensors. Does not block."""
+        """Asks each source for its pieces of these tensors. Blocks for a source that takes nothing."""
         asked = []
         for source in self._sources:
             moves = _moves_of(source, plan, names)
             if moves:
                 args = (self._name, version, self._number, _bounds(moves))
-                asked.append((source, moves, self._caller.request_async(source, SERVICE, "slices", args)))
+                asked.append((source, moves, self._asked(source, "slices", args, deadline)))
         return asked
+
+    def _asked(self, source: str, method: str, args: Tree, deadline: Deadline) -> "Future[Tree]":
+        return self._caller.request_async(source, SERVICE, method, args, timeout_s=deadline.left_s)
 
     def _answer(self, source: str, method: str, answer: "Future[Tree]", deadline: Deadline) -> Tree:
         try:

@@ -116,8 +116,13 @@ class Queue(Generic[E]):
     def append(self, entries: Sequence[E]) -> None:
         """Adds entries whose orders are the newest."""
         self._size += len(entries)
+        weight, units = 0.0, 0
         for entry in entries:
-            entry.units = int(entry.weight * _UNITS_PER_WEIGHT)
+            # Those of one message mostly weigh the same.
+            if entry.weight != weight:
+                weight = entry.weight
+                units = int(weight * _UNITS_PER_WEIGHT)
+            entry.units = units
         for shape in self._shapes:
             self._append(shape, entries)
 

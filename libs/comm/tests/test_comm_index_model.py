@@ -119,6 +119,10 @@ class ChannelMachine(RuleBasedStateMachine):
             wrong = ("CommError",)
         if owed and (all(part.closed for part in owed) or self.closed == set(CONSUMERS)):
             wrong = ("ChannelClosedError",)
+        if not wrong:
+            # Who is refused for want of room lives too.
+            for part in owed:
+                part.lost = False
         crowded = not wait and (self.index.num_queued + count > CAPACITY or self.index.num_waiting_puts > 0)
         if not wrong and crowded:
             wrong = ("ChannelFullError",)
@@ -130,8 +134,6 @@ class ChannelMachine(RuleBasedStateMachine):
                 assert get.answered or self.index._queue.view(self.wanted_by(get)) is None, "not all was given out"
             return
         assert wait or answers, "asked not to wait, and waits"
-        for part in owed:
-            part.lost = False
 
     @rule(
         member=st.sampled_from(CONSUMERS),

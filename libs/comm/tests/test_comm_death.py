@@ -130,8 +130,8 @@ def test_workers_killed_at_any_moment_lose_and_double_nothing(make_endpoint: Any
 
     threading.Thread(target=feed, daemon=True).start()
     results: dict[str, int] = {}
-    workers = [peer(name, RELAY) for name in names]
-    for name, worker in zip(names[:-1], workers, strict=False):
+    workers = [peer(name, RELAY) for name in names[:-1]]
+    for name, worker in zip(names[:-1], workers, strict=True):
         assert worker.line() == "up"
         collected = 0
         while collected < 40:
@@ -142,6 +142,8 @@ def test_workers_killed_at_any_moment_lose_and_double_nothing(make_endpoint: Any
         os.kill(worker.process.pid, signal.SIGKILL)
         worker.process.wait()
         host.announce_successor("out", lost=name, successor=names[-1])
+    # It ends for all whom it succeeds: when they are dead, and what they had is queued again.
+    workers.append(peer(names[-1], RELAY))
     while len(results) < count:
         leases = sink.get_batch(16, timeout_s=30)
         _collect(leases, results)

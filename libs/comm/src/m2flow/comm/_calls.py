@@ -150,7 +150,7 @@ class CallServer:
     def _answer(self, connection: Connection, request_id: int, result: Any) -> None:
         try:
             lent = isinstance(result, Lend)
-            # No deadline: a thread that answers does not wait for memory, which others answer for.
+            # Without a deadline it does not wait: a few such waits would take all threads that answer.
             payload = _lent(connection, result) if lent else connection.pack(encode(result))
             response = comm_pb2.CallResponse(result=message_of(payload)).SerializeToString()
         except BaseException as error:

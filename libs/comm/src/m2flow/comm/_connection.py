@@ -184,10 +184,11 @@ class Connection:
         return self.link.unsent_bytes <= HIGH_WATER_BYTES or self.link.wait_sent(0.0, HIGH_WATER_BYTES)
 
     def wait_for_room(self, deadline: Deadline) -> bool:
-        """Waits, unless as the io thread, while 8 MiB are on their way to the peer; says whether it took them in time.
+        """Waits while 8 MiB are on their way to the peer; says whether it took them in time.
 
-        Only who asks with a payload waits. What is small (an acknowledgement, a withdrawal) is bounded by what was
-        asked, and an answer may not keep a thread that answers others too.
+        For calls, puts and messages, and not on a thread that deals with frames. What else is sent never waits: an
+        acknowledgement or a withdrawal is small and bounded by what was asked, and an answer may not keep a thread that
+        answers others too.
         """
         if self.link.unsent_bytes <= HIGH_WATER_BYTES or self._loop.inside():
             return True

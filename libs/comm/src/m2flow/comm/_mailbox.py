@@ -12,8 +12,6 @@ from m2flow.comm.payload import Tree
 
 # A sender and a tag.
 _Slot = tuple[str, str]
-
-
 # What a message costs beside its payload, about: its futures, and its place here.
 _MESSAGE_BYTES = 2 << 10
 

@@ -33,27 +33,18 @@ class Mailbox:
         self._arrived: dict[_Slot, deque[_Mail]] = {}
         self._awaited: dict[_Slot, deque[Future[Tree]]] = {}
 
-    def deliver(self, sender: str, tag: str, tree: Tree, held_bytes: int = 0) -> "Future[None]":
+    def deliver(self, sender: str, tag: str, tree: Tree, held_bytes: int = 0) -> "Future[None] | None":
         """Takes in a message that keeps so many bytes of this process; the future is done when a receiver has it.
 
-        It fails with CommError where the mailbox is full, and with what `close` says.
+        It fails with CommError where the mailbox is full, and with what `close` says. None: a receiver has it now.
         """
-        taken: Answer[None] = Answer()
         slot = (sender, tag)
-        held_bytes += _MESSAGE_BYTES
         with self._lock:
             receiver = self._next_receiver(slot)
-            refusal = self._refusal(slot, held_bytes) if receiver is None else None
-            if receiver is None and refusal is None:
-                self._arrived.setdefault(slot, deque()).append(_Mail(tree, held_bytes, taken))
-                self._waiting_bytes += held_bytes
-                return taken
-        if receiver is None:
-            taken.set_exception(refusal)
-        else:
-            receiver.set_result(tree)
-            taken.set_result(None)
-        return taken
+            if receiver is None:
+                return self._keep(slot, tree, held_bytes + _MESSAGE_BYTES)
+        receiver.set_result(tree)
+        return None
 
     def receive(self, sender: str, tag: str) -> Answer[Tree]:
         """Returns the future of the next message; cancelled, it takes none."""
@@ -99,6 +90,16 @@ class Mailbox:
         """Returns how many senders and tags are remembered."""
         with self._lock:
             return len(self._arrived) + len(self._awaited)
+
+    def _keep(self, slot: _Slot, tree: Tree, held_bytes: int) -> "Future[None]":
+        taken: Answer[None] = Answer()
+        refusal = self._refusal(slot, held_bytes)
+        if refusal is None:
+            self._arrived.setdefault(slot, deque()).append(_Mail(tree, held_bytes, taken))
+            self._waiting_bytes += held_bytes
+        else:
+            taken.set_exception(refusal)
+        return taken
 
     def _refusal(self, slot: _Slot, held_bytes: int) -> CommError | None:
         limit = self._limit_bytes

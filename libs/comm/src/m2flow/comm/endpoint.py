@@ -293,7 +293,7 @@ class Endpoint:
     def _isend(self, peer: str, tree: Tree, tag: str, deadline: Deadline) -> "Future[None]":
         local = self._fabric.in_this_process(peer)
         if local is not None and route(self.address, self.address_of(peer), "cpu").backend == "reference":
-            return local.mailbox.deliver(self.name, tag, tree)
+            return local.mailbox.deliver(self.name, tag, tree) or _taken()
         return self._request_async(peer, _MAIL, tag, tree, deadline)
 
     def irecv(self, peer: str, *, tag: str = "") -> "Future[Tree]":
@@ -498,6 +498,13 @@ class Endpoint:
 def _name(service: str, method: str) -> str:
     """Returns what errors name a call by."""
     return f"send {method}" if service == _MAIL else f"{service}.{method}"
+
+
+def _taken() -> "Future[None]":
+    """Returns the future of a message that its receiver has."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
 
 
 def _discard(connection: Connection, done: Reply) -> None:

@@ -209,8 +209,8 @@ class Endpoint:
         return self._request_async(peer, service, method, args, Deadline(timeout_s))
 
     def _request_async(self, peer: str, service: str, method: str, args: Tree, deadline: Deadline) -> "Future[Tree]":
-        result: Answer[Tree] = Answer()
         connection, reply = self._call(peer, service, method, args, deadline, at_once=True)
+        result: Answer[Tree] = Answer()
         result.link = connection.link
 
         def resolve(body: bytes) -> None:

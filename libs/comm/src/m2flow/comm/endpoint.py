@@ -440,7 +440,8 @@ class Endpoint:
                 self.request_async(source, SERVICE, "done", asked, timeout_s=0.0)
 
     def newest_weights(self, source: str, name: str, *, timeout_s: float | None = None) -> int:
-        """Returns the newest version that `source` has staged under a name, -1 where there is none.
+        """Returns the newest version that `source` has staged under a name, -1 where there is none; or the one that it
+        is staging, once the one before has made way for it: to fetch that is to wait for it.
 
         Blocks for the answer. Raises PeerLostError when the source dies, TimeoutError_ after `timeout_s` seconds.
         """

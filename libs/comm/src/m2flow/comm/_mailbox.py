@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +21,21 @@ class _Mail(NamedTuple):
     tree: Tree
     held_bytes: int
     taken: "Future[None]"
+
+
+class _Receiver(Answer[Tree]):
+    """Who waits for a message: cancelled, it takes none."""
+
+    def __init__(self, withdraw: "Callable[[Future[Tree]], None]") -> None:
+        super().__init__()
+        self._withdraw = withdraw
+
+    def cancel(self) -> bool:
+        """Like Future's."""
+        cancelled = super().cancel()
+        if cancelled:
+            self._withdraw(self)
+        return cancelled
 
 
 class Mailbox:
@@ -48,12 +64,11 @@ class Mailbox:
 
     def receive(self, sender: str, tag: str) -> Answer[Tree]:
         """Returns the future of the next message; cancelled, it takes none."""
-        receiver: Answer[Tree] = Answer()
         slot = (sender, tag)
+        receiver = _Receiver(partial(self._withdraw, slot))
         with self._lock:
             waiting = self._arrived.get(slot)
             if waiting is None:
-                receiver.add_done_callback(partial(self._withdraw, slot))
                 self._awaited.setdefault(slot, deque()).append(receiver)
                 return receiver
             tree, held_bytes, taken = waiting.popleft()
@@ -113,8 +128,6 @@ class Mailbox:
 
     def _withdraw(self, slot: _Slot, receiver: "Future[Tree]") -> None:
         """Forgets a receiver that was cancelled."""
-        if not receiver.cancelled():
-            return
         with self._lock:
             receivers = self._awaited.get(slot)
             if receivers is not None and receiver in receivers:

@@ -85,10 +85,11 @@ def gloo_rank(endpoint: Endpoint, rank: str, port: str, count: str) -> float:
     return float(np.median(np.diff(times)[2:]))
 
 
-def through_channel(size: int, count: int = 24) -> tuple[dict[str, float], dict[str, float]]:
+def through_channel(size: int, count: int = 40) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the seconds an item takes in steady state, median and mean, and what the producer found."""
     with Cast(__file__) as cast:
-        taker = cast.start("consumer", "consumer", 6)
+        # A quarter to warm up: by then every slot that the pipeline ever needs has been written once.
+        taker = cast.start("consumer", "consumer", count // 4)
         maker = cast.start("producer", "producer", size, count)
         return said(taker), said(maker)
 
@@ -100,7 +101,7 @@ def through_gloo(count: int = 12) -> float:
         return float(said(cast.start("gloo_rank", "g1", 1, port, count)))
 
 
-def through_nothing(size: int, count: int = 24, num_slots: int = 3) -> float:
+def through_nothing(size: int, count: int = 40, num_slots: int = 3) -> float:
     """Returns the median seconds an item takes where one process copies it and another reads it, and that is all."""
     fork = multiprocessing.get_context("fork")
     slots = [np.frombuffer(mmap.mmap(-1, size), np.uint8) for _ in range(num_slots)]
@@ -122,7 +123,7 @@ def through_nothing(size: int, count: int = 24, num_slots: int = 3) -> float:
         free.release()
         times.append(time.perf_counter())
     writer.join()
-    return float(np.median(np.diff(times)[6:]))
+    return float(np.median(np.diff(times)[count // 4 :]))
 
 
 def measure() -> Iterator[dict[str, Any]]:
@@ -150,7 +151,7 @@ def measure() -> Iterator[dict[str, Any]]:
         **about,
     )
     arena = found["arena"] / (64 * MIB)
-    yield row(f"arena after 24 items of 64 MiB, capacity {CAPACITY}", arena, "items", target=6, at_least=False)
+    yield row(f"arena after 40 items of 64 MiB, capacity {CAPACITY}", arena, "items", target=6, at_least=False)
     # Of each size the least of six rounds, as in timeit: what else happens on a machine only ever adds. Of a round the
     # mean, as a pipeline's items come in bursts: neither a lucky item nor an unlucky one is its cost.
     rounds = [{size: through_channel(size, _count(size))[0]["mean_s"] for size in SIZES} for _ in range(6)]
@@ -167,7 +168,7 @@ def measure() -> Iterator[dict[str, Any]]:
 
 
 def _count(size: int) -> int:
-    return 200 if size < 1 << 24 else 24 if size < 1 << 28 else 16
+    return 200 if size < 1 << 26 else 40 if size < 1 << 28 else 20
 
 
 def line_through(times: dict[int, float]) -> tuple[float, float]:

@@ -1,11 +1,13 @@
 """One suite over every backend: by reference, shared memory, gRPC over TCP and Unix sockets, gloo, NCCL."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -216,6 +218,34 @@ def test_a_root_that_is_no_rank_is_refused(make_endpoint: Any, root: int) -> Non
     for collective in (group.broadcast, group.scatter, group.gather):
         with pytest.raises(ValueError, match=f"got root {root}, want a rank, 0 to 2"):
             collective([None] * 3, root=root)
+
+
+def test_the_ranks_of_a_collective_share_its_time() -> None:
+    given_s: list[float] = []
+
+    def isend(peer: str, tree: Any, *, tag: str, timeout_s: float) -> Future[None]:
+        given_s.append(timeout_s)
+        time.sleep(0.05)
+        if peer == "r2":
+            raise TimeoutError_(channel=f"send {tag}", key=None, peer=peer, elapsed_s=0.05)
+        return Future()
+
+    backend: Any = SimpleNamespace(name="r0", isend=isend)
+    with pytest.raises(TimeoutError_, match=r"'send g/broadcast/1': waited 0\.[1-9]\d+ s for r2$"):
+        RankGroup(backend, "g", NAMES).broadcast(1, root=0, timeout_s=0.1)
+    assert given_s[0] <= 0.1
+    assert given_s[1] <= 0.05
+
+
+def test_a_collective_that_cannot_send_keeps_nothing_of_what_comes(make_endpoint: Any) -> None:
+    r0, r1 = make_endpoint("r0"), make_endpoint("r1")
+    with pytest.raises(PayloadError):
+        RankGroup(r0, "g", NAMES[:2]).all_gather(object())
+    r1.isend("r0", 1, tag="g/all_gather/1").result(5)
+    with pytest.raises(PayloadError):
+        move_rows(r0, [object()], tag="rows", sources={"r0": 1, "r1": 1}, targets={"r1": 1, "r0": 1})
+    r1.isend("r0", 1, tag="rows").result(5)
+    assert r0._fabric.mailbox.num_states() == 0
 
 
 def test_receives_that_time_out_leave_nothing(make_endpoint: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from m2flow.comm import CommError, Endpoint, PayloadError, PeerLostError, cuda_ipc, route
+from m2flow.comm import CommError, Endpoint, PayloadError, PeerLostError, TimeoutError_, cuda_ipc, route
 from m2flow.comm.cuda_ipc import CudaIpcBackend
 from m2flow.comm.testing import PatientConformance, Ranks
 
@@ -174,6 +174,20 @@ def test_a_tensor_that_came_so_is_not_sent_on(fake: FakeGpu, backends: Any, monk
     monkeypatch.setattr(cuda_ipc, "_share", fail)
     with pytest.raises(PayloadError, match="cannot be shared: received from another process"):
         backends[0].isend("r1", torch.ones(3))
+
+
+def test_a_send_that_times_out_lends_nothing(
+    fake: FakeGpu, backends: Any, ends: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def isend(peer: str, tree: Any, *, tag: str, timeout_s: float) -> None:
+        raise TimeoutError_(channel=f"send {tag}", key=None, peer=peer, elapsed_s=timeout_s)
+
+    monkeypatch.setattr(ends[0], "isend", isend)
+    for tree in ("plain", torch.ones(3)):
+        with pytest.raises(TimeoutError_, match=r"waited 0\.050 s for r1"):
+            backends[0].isend("r1", tree, timeout_s=0.05)
+    assert not backends[0]._lent
+    assert fake.counts == {0: 0}
 
 
 def test_over_grpc_it_is_refused(fake: FakeGpu, tmp_path: Path) -> None:

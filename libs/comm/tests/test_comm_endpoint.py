@@ -349,6 +349,31 @@ def test_a_payload_above_the_limit_is_refused(linked: Any) -> None:
     assert a.request("b", "size", "", bytes(90_000), timeout_s=10) == 90_000
 
 
+@pytest.mark.parametrize("remote", [False, True], ids=["unix", "grpc"])
+def test_an_answer_above_the_limit_ends_its_connection_where_it_comes_in_its_message(
+    tmp_path: Path, remote: bool
+) -> None:
+    with (
+        Endpoint(tmp_path / "a", "a", token="t", quota_bytes=1 << 16) as a,
+        Endpoint(
+            tmp_path / ("b" if remote else "a"), "b", token="t", by_reference=False, max_payload_bytes=100_000
+        ) as b,
+    ):
+        if remote:
+            a.add_address("b", b.listen("127.0.0.1:0"))
+        a.handle("zeros", lambda request: bytes(request.args))
+        b.handle("greet", lambda request: None)
+        a.request("b", "greet", "", timeout_s=10)
+        assert len(b.request("a", "zeros", "", 90_000, timeout_s=10)) == 90_000
+        connection = a._fabric.connection("b")
+        with pytest.raises(PeerLostError, match=r"'a' is lost: got a frame of 200\d{3} bytes, want at most 165536"):
+            b.request("a", "zeros", "", 200_000, timeout_s=10)
+        assert wait_until(lambda: connection._lost is not None)
+        # Which connects it again.
+        a.request("b", "greet", "", timeout_s=10)
+        assert len(b.request("a", "zeros", "", 90_000, timeout_s=10)) == 90_000
+
+
 def test_what_a_lost_connection_has_taken_back_may_be_taken_back_again(make_endpoint: Any) -> None:
     a, b = make_endpoint("a"), make_endpoint("b")
     b.handle("echo", lambda request: request.args)

@@ -17,6 +17,7 @@ from m2flow.comm import Endpoint, PeerLostError, Put, TimeoutError_, _connection
 from m2flow.comm._connection import HIGH_WATER_BYTES
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._line import Line
+from m2flow.comm.collectives import RankGroup, move_rows
 
 BODY = bytes(30_000)
 
@@ -98,6 +99,23 @@ def test_time_outs_hold(behind: Endpoint) -> None:
     # What is small and bounded by what it answers does not wait at all.
     q.ack([])
     behind.close()
+    assert time.monotonic() - started < 3
+
+
+def test_time_outs_of_collectives_hold(behind: Endpoint) -> None:
+    group, started = RankGroup(behind, "g", ["a", "b"]), time.monotonic()
+    for collective in (
+        lambda: group.broadcast(1, root=0, timeout_s=0.05),
+        lambda: group.scatter([1, 2], root=0, timeout_s=0.05),
+        lambda: group.gather(1, root=1, timeout_s=0.05),
+        lambda: group.all_gather(1, timeout_s=0.05),
+        lambda: group.all_to_all([1, 2], timeout_s=0.05),
+        lambda: group.barrier(timeout_s=0.05),
+    ):
+        with pytest.raises(TimeoutError_, match=r"'(send )?g/\w+/\d': waited 0\.\d+ s for b$"):
+            collective().wait()
+    with pytest.raises(TimeoutError_, match=r"'(send|move_rows) rows': waited 0\.\d+ s for b$"):
+        move_rows(behind, np.ones(2), tag="rows", sources={"a": 2}, targets={"b": 2}, timeout_s=0.05).wait()
     assert time.monotonic() - started < 3
 
 

@@ -165,6 +165,7 @@ def test_weights_that_never_fit_are_refused_and_readers_are_waited_for_in_time(m
         trainer.stage_weights("policy", 3, weights, timeout_s=0.05)
     with pytest.raises(RemoteError, match="version 2 are withdrawn, want one after 2"):
         rollout.fetch_weights("trainer", "policy", 2)
+    assert rollout.newest_weights("trainer", "policy") == 2
     del kept
     trainer.stage_weights("policy", 3, weights, timeout_s=5)
     assert rollout.fetch_weights("trainer", "policy", 3, timeout_s=5)["x"].all()
@@ -258,7 +259,11 @@ def test_versions_follow_one_another_whoever_stages_them(make_endpoint: Any, mon
     # What makes way for the next version is refused at once.
     with pytest.raises(RemoteError, match="version 1 are withdrawn, want one after 1"):
         rollout.fetch_weights("trainer", "policy", 1, timeout_s=5)
+    # And which to ask for is said, so that nobody asks again and again.
+    assert rollout.newest_weights("trainer", "policy") == 2
+    coming = rollout.request_async("trainer", SERVICE, "fetch", ("policy", 2, 0))
     go_on.set()
+    assert decode(coming.result(10)["weights"])["a"].sum() == 4
     for stager in stagers:
         stager.join(10)
     assert rollout.newest_weights("trainer", "policy") == 3

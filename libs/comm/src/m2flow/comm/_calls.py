@@ -49,6 +49,9 @@ class Lend(NamedTuple):
     read: Callable[[Tree], Tree] | None = None
 
 
+# The answer to most calls.
+_NOTHING = comm_pb2.CallResponse(result=message_of(encode(None).to_bytes())).SerializeToString()
+
 # Returns the answer's tree, or a Future of it.
 Handler = Callable[[Request], Any]
 
@@ -148,6 +151,9 @@ class CallServer:
             self._answer(connection, request_id, done.result())
 
     def _answer(self, connection: Connection, request_id: int, result: Any) -> None:
+        if result is None:
+            connection.send(Kind.REPLY, request_id, _NOTHING)
+            return
         try:
             lent = isinstance(result, Lend)
             # Without a deadline it does not wait: a few such waits would take all threads that answer.
@@ -188,6 +194,8 @@ def _lent(connection: Connection, lend: Lend) -> bytes | comm_pb2.Block:
 
 def read_answer(connection: Connection, body: bytes) -> Tree:
     """Returns the tree of a call's answer; raises RemoteError where the handler raised."""
+    if body == _NOTHING:
+        return None
     response = comm_pb2.CallResponse.FromString(body)
     if response.HasField("failure"):
         failure = response.failure

@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +23,21 @@ class _Mail(NamedTuple):
     taken: "Future[None]"
 
 
+class _Receiver(Answer[Tree]):
+    """Who waits for a message: cancelled, it takes none."""
+
+    def __init__(self, withdraw: "Callable[[Future[Tree]], None]") -> None:
+        super().__init__()
+        self._withdraw = withdraw
+
+    def cancel(self) -> bool:
+        """Like Future's."""
+        cancelled = super().cancel()
+        if cancelled:
+            self._withdraw(self)
+        return cancelled
+
+
 class Mailbox:
     """What has arrived, at most `limit_bytes` that nobody receives, and who waits. Thread-safe; nothing blocks."""
 
@@ -33,36 +49,26 @@ class Mailbox:
         self._arrived: dict[_Slot, deque[_Mail]] = {}
         self._awaited: dict[_Slot, deque[Future[Tree]]] = {}
 
-    def deliver(self, sender: str, tag: str, tree: Tree, held_bytes: int = 0) -> "Future[None]":
+    def deliver(self, sender: str, tag: str, tree: Tree, held_bytes: int = 0) -> "Future[None] | None":
         """Takes in a message that keeps so many bytes of this process; the future is done when a receiver has it.
 
-        It fails with CommError where the mailbox is full, and with what `close` says.
+        It fails with CommError where the mailbox is full, and with what `close` says. None: a receiver has it now.
         """
-        taken: Answer[None] = Answer()
         slot = (sender, tag)
-        held_bytes += _MESSAGE_BYTES
         with self._lock:
             receiver = self._next_receiver(slot)
-            refusal = self._refusal(slot, held_bytes) if receiver is None else None
-            if receiver is None and refusal is None:
-                self._arrived.setdefault(slot, deque()).append(_Mail(tree, held_bytes, taken))
-                self._waiting_bytes += held_bytes
-                return taken
-        if receiver is None:
-            taken.set_exception(refusal)
-        else:
-            receiver.set_result(tree)
-            taken.set_result(None)
-        return taken
+            if receiver is None:
+                return self._keep(slot, tree, held_bytes + _MESSAGE_BYTES)
+        receiver.set_result(tree)
+        return None
 
     def receive(self, sender: str, tag: str) -> Answer[Tree]:
         """Returns the future of the next message; cancelled, it takes none."""
-        receiver: Answer[Tree] = Answer()
         slot = (sender, tag)
+        receiver = _Receiver(partial(self._withdraw, slot))
         with self._lock:
             waiting = self._arrived.get(slot)
             if waiting is None:
-                receiver.add_done_callback(partial(self._withdraw, slot))
                 self._awaited.setdefault(slot, deque()).append(receiver)
                 return receiver
             tree, held_bytes, taken = waiting.popleft()
@@ -100,6 +106,16 @@ class Mailbox:
         with self._lock:
             return len(self._arrived) + len(self._awaited)
 
+    def _keep(self, slot: _Slot, tree: Tree, held_bytes: int) -> "Future[None]":
+        taken: Answer[None] = Answer()
+        refusal = self._refusal(slot, held_bytes)
+        if refusal is None:
+            self._arrived.setdefault(slot, deque()).append(_Mail(tree, held_bytes, taken))
+            self._waiting_bytes += held_bytes
+        else:
+            taken.set_exception(refusal)
+        return taken
+
     def _refusal(self, slot: _Slot, held_bytes: int) -> CommError | None:
         limit = self._limit_bytes
         if self._closed is not None or limit is None or self._waiting_bytes + held_bytes <= limit:
@@ -112,8 +128,6 @@ class Mailbox:
 
     def _withdraw(self, slot: _Slot, receiver: "Future[Tree]") -> None:
         """Forgets a receiver that was cancelled."""
-        if not receiver.cancelled():
-            return
         with self._lock:
             receivers = self._awaited.get(slot)
             if receivers is not None and receiver in receivers:

@@ -317,7 +317,8 @@ class UnixLink:
                 self._waiting_thread = 0
                 self._free()
                 return
-            # What it has put off sending is left to the io thread: the one that waited has what it waited for.
+            if self._out and self._socket is not None:
+                self._flush(self._socket)
             self._watch()
             self._waiting_thread = 0
 

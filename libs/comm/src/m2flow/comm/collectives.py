@@ -1,11 +1,11 @@
 """Collectives between ranks that are endpoints: broadcast, scatter, gather, all-gather, all-to-all, rows from n to m.
 
-Every rank calls the same collectives in the same order. Each call returns a handle; `wait` blocks for it. They are
-made of sends and receives, so what holds for those holds here: payloads are any trees, and a dead rank is named.
+Every rank calls the same collectives in the same order. Each call returns a handle; `wait` blocks for it, while the
+call's own time lasts. They are made of sends and receives, so what holds for those holds here: payloads are any trees,
+and a dead rank is named.
 """
 
 import concurrent.futures
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -13,10 +13,13 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from m2flow.comm import _torch
+from m2flow.comm._deadline import Deadline
 from m2flow.comm.errors import TimeoutError_
 from m2flow.comm.payload import Tree
 
 T = TypeVar("T")
+# A rank, and what is sent to it or comes from it.
+_Part = tuple[str, "Future[Any]"]
 
 
 class Backend(Protocol):
@@ -30,8 +33,11 @@ class Backend(Protocol):
 
     name: str
 
-    def isend(self, peer: str, tree: Tree, *, tag: str = "") -> "Future[None]":
-        """Sends a tree. Until the future is done the sender must not change what it sent."""
+    def isend(self, peer: str, tree: Tree, *, tag: str = "", timeout_s: float | None = None) -> "Future[None]":
+        """Sends a tree; raises TimeoutError_ once it has blocked for `timeout_s` seconds, and then sends nothing.
+
+        Until the future is done the sender must not change what it sent.
+        """
 
     def irecv(self, peer: str, *, tag: str = "") -> "Future[Tree]":
         """Receives the next tree of a peer and tag. A cancelled future takes none."""
@@ -43,20 +49,31 @@ class Backend(Protocol):
 class Handle(Generic[T]):
     """A collective under way."""
 
-    def __init__(self, what: str, parts: Sequence[tuple[str, "Future[Any]"]], finish: Callable[[list[Any]], T]) -> None:
+    def __init__(
+        self,
+        what: str,
+        parts: Sequence[_Part],
+        finish: Callable[[list[Any]], T],
+        deadline: Deadline | None = None,
+    ) -> None:
         self._what = what
         self._parts = parts
         self._finish = finish
-        self._since = time.monotonic()
+        self._deadline = Deadline() if deadline is None else deadline
 
     def done(self) -> bool:
         """Says whether `wait` would return, or raise, at once."""
         return bool(self._failed()) or all(future.done() for _, future in self._parts)
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """Blocks for the result. Raises PeerLostError for a rank that died, as soon as one has; TimeoutError_ naming
-        those that are missing, and only those.
+        """Blocks for the result, until the time that the collective was given is over, or sooner after `timeout_s`.
+
+        Raises PeerLostError for a rank that died, as soon as one has; TimeoutError_ naming those that are missing, and
+        only those. It may be waited for again.
         """
+        left_s = self._deadline.left_s
+        if left_s is not None:
+            timeout_s = left_s if timeout_s is None else min(left_s, timeout_s)
         futures = [future for _, future in self._parts]
         if len(futures) > 1:
             concurrent.futures.wait(futures, timeout_s, return_when=concurrent.futures.FIRST_EXCEPTION)
@@ -71,10 +88,8 @@ class Handle(Generic[T]):
             if not missing:
                 # The last has come, or failed, this very moment.
                 return self.wait(0.0)
-            elapsed_s = time.monotonic() - self._since
-            raise TimeoutError_(
-                channel=self._what, key=None, peer=", ".join(sorted(missing)), elapsed_s=elapsed_s
-            ) from None
+            peers, elapsed_s = ", ".join(sorted(missing)), self._deadline.elapsed_s
+            raise TimeoutError_(channel=self._what, key=None, peer=peers, elapsed_s=elapsed_s) from None
 
     def _failed(self) -> "list[Future[Any]]":
         return [future for _, future in self._parts if future.done() and future.exception() is not None]
@@ -84,9 +99,10 @@ class RankGroup:
     """The ranks of one group, by name and in order, seen from one of them.
 
     Each collective returns its handle once what it sends is on its way. It blocks until then, as the backend's `isend`
-    does: for the copies and their memory and, between endpoints, while 8 MiB are on their way to a rank, however long
-    that one takes nothing. The `timeout_s` of `wait` begins afterwards. It raises PayloadError for a tree that cannot
-    be encoded, ValueError where not every rank is given one or `root` is none of the ranks, which begin with 0.
+    does: for the copies and their memory and, between endpoints, while 8 MiB are on their way to a rank. `timeout_s` is
+    for all of it: so many seconds after the call began, that or `wait` raises TimeoutError_, naming who is missing. It
+    raises PayloadError for a tree that cannot be encoded, ValueError where not every rank is given one or `root` is
+    none of the ranks, which begin with 0.
     """
 
     def __init__(self, backend: Backend, name: str, members: Sequence[str]) -> None:
@@ -100,48 +116,50 @@ class RankGroup:
         self._backend = backend
         self._num_calls = 0
 
-    def broadcast(self, tree: Tree, *, root: int) -> Handle[Tree]:
+    def broadcast(self, tree: Tree, *, root: int, timeout_s: float | None = None) -> Handle[Tree]:
         """Gives the root's tree to all; the others' argument is ignored."""
-        tag = self._tag("broadcast", root)
+        tag, deadline = self._tag("broadcast", root), Deadline(timeout_s)
         if self.rank == root:
-            return Handle(tag, [self._send(peer, tree, tag) for peer in self._others()], lambda _: tree)
-        return Handle(tag, [self._recv(self.members[root], tag)], lambda got: got[0])
+            return Handle(tag, self._sends([tree] * len(self.members), tag, deadline), lambda _: tree, deadline)
+        return Handle(tag, [self._recv(self.members[root], tag)], lambda got: got[0], deadline)
 
-    def scatter(self, trees: Sequence[Tree] | None, *, root: int) -> Handle[Tree]:
+    def scatter(self, trees: Sequence[Tree] | None, *, root: int, timeout_s: float | None = None) -> Handle[Tree]:
         """Gives rank i the root's i-th tree; the others give None."""
-        tag = self._tag("scatter", root)
+        tag, deadline = self._tag("scatter", root), Deadline(timeout_s)
         if self.rank != root:
-            return Handle(tag, [self._recv(self.members[root], tag)], lambda got: got[0])
+            return Handle(tag, [self._recv(self.members[root], tag)], lambda got: got[0], deadline)
         parts = self._one_each("scatter", trees or ())
-        sends = [self._send(peer, parts[self.members.index(peer)], tag) for peer in self._others()]
-        return Handle(tag, sends, lambda _: parts[self.rank])
+        return Handle(tag, self._sends(parts, tag, deadline), lambda _: parts[self.rank], deadline)
 
-    def gather(self, tree: Tree, *, root: int) -> Handle[list[Tree] | None]:
+    def gather(self, tree: Tree, *, root: int, timeout_s: float | None = None) -> Handle[list[Tree] | None]:
         """Collects every rank's tree at the root, in order of rank; the others get None."""
-        tag = self._tag("gather", root)
+        tag, deadline = self._tag("gather", root), Deadline(timeout_s)
         if self.rank != root:
-            return Handle(tag, [self._send(self.members[root], tree, tag)], lambda _: None)
-        return Handle(tag, [self._recv(peer, tag) for peer in self._others()], lambda got: self._with(tree, got))
+            sent = _send(self._backend, self.members[root], tree, tag, deadline)
+            return Handle(tag, [sent], lambda _: None, deadline)
+        return Handle(tag, self._recvs(tag), lambda got: self._with(tree, got), deadline)
 
-    def all_gather(self, tree: Tree) -> Handle[list[Tree]]:
+    def all_gather(self, tree: Tree, *, timeout_s: float | None = None) -> Handle[list[Tree]]:
         """Collects every rank's tree at every rank, in order of rank."""
-        return self._exchange("all_gather", [tree] * len(self.members))
+        return self._exchange("all_gather", [tree] * len(self.members), list, timeout_s)
 
-    def all_to_all(self, trees: Sequence[Tree]) -> Handle[list[Tree]]:
+    def all_to_all(self, trees: Sequence[Tree], *, timeout_s: float | None = None) -> Handle[list[Tree]]:
         """Gives rank i each rank's i-th tree, in order of rank."""
-        return self._exchange("all_to_all", self._one_each("all_to_all", trees))
+        return self._exchange("all_to_all", self._one_each("all_to_all", trees), list, timeout_s)
 
-    def barrier(self) -> Handle[None]:
+    def barrier(self, *, timeout_s: float | None = None) -> Handle[None]:
         """Is done once every rank has called it."""
-        tag = self._tag("barrier")
-        sends = [self._send(peer, None, tag) for peer in self._others()]
-        return Handle(tag, sends + [self._recv(peer, tag) for peer in self._others()], lambda _: None)
+        return self._exchange("barrier", [None] * len(self.members), lambda _: None, timeout_s)
 
-    def _exchange(self, what: str, trees: Sequence[Tree]) -> Handle[list[Tree]]:
-        tag, own = self._tag(what), trees[self.rank]
-        sends = [self._send(peer, trees[self.members.index(peer)], tag) for peer in self._others()]
-        receives = [self._recv(peer, tag) for peer in self._others()]
-        return Handle(tag, sends + receives, lambda got: self._with(own, got[len(sends) :]))
+    def _exchange(
+        self, what: str, trees: Sequence[Tree], finish: Callable[[list[Tree]], T], timeout_s: float | None
+    ) -> Handle[T]:
+        tag, deadline = self._tag(what), Deadline(timeout_s)
+        # First, so that what comes has somebody who takes it, also where a send fails.
+        receives = self._recvs(tag)
+        sends = self._sends(trees, tag, deadline)
+        own = trees[self.rank]
+        return Handle(tag, receives + sends, lambda got: finish(self._with(own, got[: len(receives)])), deadline)
 
     def _with(self, own: Tree, others: list[Tree]) -> list[Tree]:
         return [*others[: self.rank], own, *others[self.rank :]]
@@ -151,20 +169,32 @@ class RankGroup:
             raise ValueError(f"{what}: got {len(trees)} trees, want {len(self.members)}, one a rank")
         return trees
 
-    def _others(self) -> list[str]:
-        return [name for name in self.members if name != self._backend.name]
-
     def _tag(self, what: str, root: int = 0) -> str:
         if not 0 <= root < len(self.members):
             raise ValueError(f"{what}: got root {root}, want a rank, 0 to {len(self.members) - 1}")
         self._num_calls += 1
         return f"{self.name}/{what}/{self._num_calls}"
 
-    def _send(self, peer: str, tree: Tree, tag: str) -> tuple[str, "Future[Any]"]:
-        return peer, self._backend.isend(peer, tree, tag=tag)
+    def _sends(self, trees: Sequence[Tree], tag: str, deadline: Deadline) -> list[_Part]:
+        """Sends each other rank its tree."""
+        others = [(name, tree) for name, tree in zip(self.members, trees, strict=True) if name != self._backend.name]
+        return [_send(self._backend, peer, tree, tag, deadline) for peer, tree in others]
 
-    def _recv(self, peer: str, tag: str) -> tuple[str, "Future[Any]"]:
+    def _recvs(self, tag: str) -> list[_Part]:
+        """Receives each other rank's tree."""
+        return [self._recv(name, tag) for name in self.members if name != self._backend.name]
+
+    def _recv(self, peer: str, tag: str) -> _Part:
         return peer, self._backend.irecv(peer, tag=tag)
+
+
+def _send(backend: Backend, peer: str, tree: Tree, tag: str, deadline: Deadline) -> _Part:
+    try:
+        return peer, backend.isend(peer, tree, tag=tag, timeout_s=deadline.left_s)
+    except TimeoutError_ as error:
+        # It counts from when the ranks before it had their trees.
+        elapsed_s = deadline.elapsed_s
+        raise TimeoutError_(channel=error.channel, key=None, peer=error.peer, elapsed_s=elapsed_s) from error
 
 
 class Span(NamedTuple):
@@ -205,20 +235,22 @@ def move_rows(
     tag: str,
     sources: Mapping[str, int],
     targets: Mapping[str, int],
+    timeout_s: float | None = None,
 ) -> Handle[Any]:
     """Deals the rows of n ranks anew to m ranks, in order and as unevenly as asked; ranks may be on both sides.
 
     `rows` is this rank's numpy array or tensor of shape [sources[name], ...], or None where it gives none; the result
     is its array of shape [targets[name], ...], or None. Where no rank gives a row, who gives no array itself takes one
-    of shape [0]. Returns the handle, and blocks until then as a RankGroup's do. Raises ValueError where counts and rows
-    disagree.
+    of shape [0]. Returns the handle, blocks until then and takes its time as a RankGroup's do. Raises ValueError where
+    counts and rows disagree.
     """
+    deadline = Deadline(timeout_s)
     givers, takers = list(sources), list(targets)
     num_rows = 0 if rows is None else len(rows)
     if num_rows != sources.get(backend.name, 0):
         raise ValueError(f"move_rows: got {num_rows} rows, want {sources.get(backend.name, 0)}")
-    sends: list[tuple[str, Future[Any]]] = []
-    receives: list[tuple[str, Future[Any]]] = []
+    given: list[tuple[str, Any]] = []
+    receives: list[_Part] = []
     dealt = spans(list(sources.values()), list(targets.values()))
     if dealt:
         # Who takes no row learns from a giver of some what a row is.
@@ -231,14 +263,15 @@ def move_rows(
             kept.set_result(piece)
             receives.append((giver, kept))
         elif giver == backend.name:
-            sends.append((taker, backend.isend(taker, piece, tag=tag)))
+            given.append((taker, piece))
         elif taker == backend.name:
             receives.append((giver, backend.irecv(giver, tag=tag)))
+    sends = [_send(backend, taker, piece, tag, deadline) for taker, piece in given]
 
     def finish(results: list[Any]) -> Any:
-        taken = results[len(sends) :]
+        taken = results[: len(receives)]
         if taken:
             return _torch.concatenate(taken)
         return None if backend.name not in targets else np.empty(0) if rows is None else rows[:0]
 
-    return Handle(f"move_rows {tag}", sends + receives, finish)
+    return Handle(f"move_rows {tag}", receives + sends, finish, deadline)

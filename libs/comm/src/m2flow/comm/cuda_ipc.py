@@ -84,25 +84,27 @@ class CudaIpcBackend:
         endpoint.handle(_SERVICE, self._on_report)
         endpoint.on_peer_lost(self._on_lost)
 
-    def isend(self, peer: str, tree: Tree, *, tag: str = "") -> "Future[None]":
-        """Sends a tree; the future is done when the peer has received it. Does not wait for the GPU.
+    def isend(self, peer: str, tree: Tree, *, tag: str = "", timeout_s: float | None = None) -> "Future[None]":
+        """Sends a tree; the future is done when the peer has received it. Blocks as an endpoint's does, and not for the
+        GPU.
 
         Raises PayloadError at once for what cannot be encoded, or has itself come from another process, and for a GPU
         tensor to a peer on another host.
         """
         way = route(self._endpoint.address, self._endpoint.address_of(peer), "cuda")
         if way.backend == "reference":
-            return self._endpoint.isend(peer, tree, tag=tag)
+            return self._endpoint.isend(peer, tree, tag=tag, timeout_s=timeout_s)
         encoded = encode(tree, lift=_is_on_gpu)
         if not encoded.lifted:
-            return self._endpoint.isend(peer, tree, tag=tag)
+            return self._endpoint.isend(peer, tree, tag=tag, timeout_s=timeout_s)
         if way.backend != "cuda_ipc":
             raise PayloadError(f"got a GPU tensor for {peer!r}: {way.reason}; use {way.backend}, or send its cpu()")
         handles: list[Handle] = []
         try:
             for tensor in encoded.lifted:
                 handles.append(self._lend(peer, tensor))
-            sent = self._endpoint.isend(peer, _Message(handles, encoded.to_bytes()), tag=tag)
+            message = _Message(handles, encoded.to_bytes())
+            sent = self._endpoint.isend(peer, message, tag=tag, timeout_s=timeout_s)
         except BaseException:
             self._take_back([handle.number for handle in handles])
             raise

@@ -209,8 +209,8 @@ class Endpoint:
         return self._request_async(peer, service, method, args, Deadline(timeout_s))
 
     def _request_async(self, peer: str, service: str, method: str, args: Tree, deadline: Deadline) -> "Future[Tree]":
-        result: Answer[Tree] = Answer()
         connection, reply = self._call(peer, service, method, args, deadline, at_once=True)
+        result: Answer[Tree] = Answer()
         result.link = connection.link
 
         def resolve(body: bytes) -> None:
@@ -293,7 +293,7 @@ class Endpoint:
     def _isend(self, peer: str, tree: Tree, tag: str, deadline: Deadline) -> "Future[None]":
         local = self._fabric.in_this_process(peer)
         if local is not None and route(self.address, self.address_of(peer), "cpu").backend == "reference":
-            return local.mailbox.deliver(self.name, tag, tree)
+            return local.mailbox.deliver(self.name, tag, tree) or _taken()
         return self._request_async(peer, _MAIL, tag, tree, deadline)
 
     def irecv(self, peer: str, *, tag: str = "") -> "Future[Tree]":
@@ -440,7 +440,8 @@ class Endpoint:
                 self.request_async(source, SERVICE, "done", asked, timeout_s=0.0)
 
     def newest_weights(self, source: str, name: str, *, timeout_s: float | None = None) -> int:
-        """Returns the newest version that `source` has staged under a name, -1 where there is none.
+        """Returns the newest version that `source` has staged under a name, -1 where there is none; or the one that it
+        is staging, once the one before has made way for it: to fetch that is to wait for it.
 
         Blocks for the answer. Raises PeerLostError when the source dies, TimeoutError_ after `timeout_s` seconds.
         """
@@ -498,6 +499,13 @@ class Endpoint:
 def _name(service: str, method: str) -> str:
     """Returns what errors name a call by."""
     return f"send {method}" if service == _MAIL else f"{service}.{method}"
+
+
+def _taken() -> "Future[None]":
+    """Returns the future of a message that its receiver has."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
 
 
 def _discard(connection: Connection, done: Reply) -> None:

@@ -63,8 +63,11 @@ class ProcessGroupBackend:
         # One thread a peer and direction: a group's operations block the thread that waits for them.
         self._executor = LaneExecutor(2 * len(members), f"{self.name} process group")
 
-    def isend(self, peer: str, tree: Tree, *, tag: str = "") -> "Future[None]":
-        """Sends a tree; the future is done when the group has handed it over. Raises PayloadError at once."""
+    def isend(self, peer: str, tree: Tree, *, tag: str = "", timeout_s: float | None = None) -> "Future[None]":
+        """Sends a tree; the future is done when the group has handed it over. Raises PayloadError at once.
+
+        It waits for nobody, so that every `timeout_s` is enough.
+        """
         rank = self._rank_of(peer)
         encoded = encode(tree, lift=lambda tensor: bool(tensor.device.type == self._device.type))
         tensors = [(_torch.code_of(tensor), tuple(tensor.shape)) for tensor in encoded.lifted]

@@ -80,12 +80,12 @@ class BackendConformance:
             group = RankGroup(backend, "g", ["r0", "r1", "r2"])
             me = group.rank
             results[backend.name] = (
-                group.broadcast(np.arange(3) if me == 1 else None, root=1).wait(20).tolist(),
-                group.scatter(["a", "b", "c"] if me == 2 else None, root=2).wait(20),
-                group.gather(me, root=0).wait(20),
-                group.all_gather(me * 10).wait(20),
-                group.all_to_all([(me, to) for to in range(3)]).wait(20),
-                group.barrier().wait(20),
+                group.broadcast(np.arange(3) if me == 1 else None, root=1, timeout_s=20).wait().tolist(),
+                group.scatter(["a", "b", "c"] if me == 2 else None, root=2, timeout_s=20).wait(),
+                group.gather(me, root=0, timeout_s=20).wait(),
+                group.all_gather(me * 10, timeout_s=20).wait(),
+                group.all_to_all([(me, to) for to in range(3)], timeout_s=20).wait(),
+                group.barrier(timeout_s=20).wait(),
             )
 
         _on_threads(run, ranks)
@@ -108,7 +108,7 @@ class BackendConformance:
         def run(backend: Backend) -> None:
             start = starts.get(backend.name)
             mine = None if start is None else rows[start : start + counts[backend.name]]
-            moved = move_rows(backend, mine, tag="rows", sources=counts, targets=wanted).wait(20)
+            moved = move_rows(backend, mine, tag="rows", sources=counts, targets=wanted, timeout_s=20).wait()
             assert moved is not None
             results[backend.name] = moved
 
@@ -129,10 +129,12 @@ class PatientConformance(BackendConformance):
         second.result(20)
 
     def test_a_collective_that_waits_too_long_names_who_is_missing(self, ranks: Ranks) -> None:
-        handle = RankGroup(ranks[0], "g", ["r0", "r1", "r2"]).barrier()
-        assert not handle.done()
-        with pytest.raises(TimeoutError_, match=r"g/barrier/1'?: waited 0\.\d+ s for r1, r2"):
-            handle.wait(0.05)
+        group = RankGroup(ranks[0], "g", ["r0", "r1", "r2"])
+        for number, (own_s, timeout_s) in enumerate([(0.05, None), (0.05, 20), (20, 0.05), (None, 0.05)], 1):
+            handle = group.barrier(timeout_s=own_s)
+            assert not handle.done()
+            with pytest.raises(TimeoutError_, match=rf"'g/barrier/{number}': waited 0\.\d+ s for r1, r2$"):
+                handle.wait(timeout_s)
 
     def test_a_collective_that_waits_too_long_does_not_name_who_is_there(self, ranks: Ranks) -> None:
         here, there, _ = (RankGroup(rank, "g", ["r0", "r1", "r2"]) for rank in ranks)

@@ -72,14 +72,20 @@ class _Line:
         self.newest: int | None = None
         self.num_staged = 0
         self.awaited: list[_Awaited] = []
-        # Held while a version is staged, which then has so much memory or will have.
+        # Held while a version is staged: the one that is coming, which has so much memory or will have.
         self.staging = threading.Lock()
+        self.coming: int | None = None
         self.reserved_bytes = 0
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the quota that this name has, or will have soon."""
         return self.reserved_bytes + sum(staged.slot.size_bytes for staged in self.staged.values())
+
+    @property
+    def to_ask_for(self) -> int | None:
+        """The newest version that is there or, where that has made way for it, the one that is coming."""
+        return self.newest if self.coming is None or self.newest in self.staged else self.coming
 
     def take_staged(self, which: Callable[[int, _Staged], bool]) -> list[_Staged]:
         """Takes versions out."""
@@ -172,7 +178,9 @@ class WeightStore:
         """
         method = request.method
         if method == "newest":
-            newest = self._line(request.args[0]).newest
+            line = self._line(request.args[0])
+            with self._lock:
+                newest = line.to_ask_for
             return -1 if newest is None else newest
         name, version, number, *slices = request.args
         reader = _Reader(request.session, number)
@@ -230,7 +238,7 @@ class WeightStore:
                 )
 
             old = line.take_staged(lambda at, staged: at != line.newest or not staged.readers)
-            line.reserved_bytes = needed
+            line.coming, line.reserved_bytes = version, needed
         self._let_go(old)
 
     def _written(self, line: _Line, payload: Encoded, deadline: Deadline) -> _Staged:
@@ -252,7 +260,7 @@ class WeightStore:
     def _publish(self, name: str, line: _Line, version: int, staged: _Staged | None) -> None:
         """Ends the staging of a version, with None where it failed: answers all who wait for it or for older ones."""
         with self._lock:
-            line.reserved_bytes = 0
+            line.coming, line.reserved_bytes = None, 0
             if staged is not None:
                 line.staged[version] = staged
                 line.newest = version

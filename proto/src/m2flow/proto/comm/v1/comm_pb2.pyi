@@ -7,18 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Hello(_message.Message):
-    __slots__ = ("version", "peer", "capabilities", "token", "incarnation")
+    __slots__ = ("version", "peer", "token", "incarnation")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
-    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     version: str
     peer: str
-    capabilities: _containers.RepeatedScalarFieldContainer[str]
     token: str
     incarnation: int
-    def __init__(self, version: _Optional[str] = ..., peer: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., token: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., peer: _Optional[str] = ..., token: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("reason", "version")

@@ -162,11 +162,11 @@ class ChannelHost:
         elif kind == "get":
             get = request.get
             if get.ack:
-                index.ack(connection.session, get.ack, give_back=False)
+                index.ack(connection.session, get.ack[:], give_back=False)
             at_least = get.at_least if get.HasField("at_least") else None
             index.get(caller, _filter(get), get.weight, at_least, get.max_bytes or MAX_MESSAGE_BYTES)
         elif kind == "ack":
-            index.ack(connection.session, request.ack.leases, give_back=request.ack.give_back)
+            index.ack(connection.session, request.ack.leases[:], give_back=request.ack.give_back)
         elif kind == "end":
             index.end(caller, request.end.iteration)
         elif kind == "close":

@@ -127,17 +127,16 @@ class Queue(Generic[E]):
             self._append(shape, entries)
 
     def _append(self, shape: int, entries: Sequence[E]) -> None:
-        wanted: Filter | None = None
-        view: View[E] = View()
+        filters: tuple[Filter, ...] = ()
+        view: View[E] | None = None
         for entry in entries:
-            if shape >= len(entry.filters):
-                continue
             # Those of one message mostly go to one view.
-            if entry.filters[shape] is not wanted:
-                wanted = entry.filters[shape]
-                view = self._view(wanted)
-            view.entries[entry.order] = entry
-            view.units += entry.units
+            if entry.filters is not filters:
+                filters = entry.filters
+                view = self._view(filters[shape]) if shape < len(filters) else None
+            if view is not None:
+                view.entries[entry.order] = entry
+                view.units += entry.units
 
     def _view(self, wanted: Filter) -> View[E]:
         view = self._views.get(wanted)
@@ -163,19 +162,18 @@ class Queue(Generic[E]):
             self._remove(shape, entries)
 
     def _remove(self, shape: int, entries: Sequence[E]) -> None:
-        wanted: Filter | None = None
-        view: View[E] = View()
+        filters: tuple[Filter, ...] = ()
+        view: View[E] | None = None
         for entry in entries:
-            if shape >= len(entry.filters):
-                continue
-            if entry.filters[shape] is not wanted:
-                wanted = entry.filters[shape]
-                view = self._views[wanted]
-            del view.entries[entry.order]
-            view.units -= entry.units
-            if not view.entries:
-                del self._views[wanted]
-                wanted = None
+            if entry.filters is not filters:
+                filters = entry.filters
+                view = self._views[filters[shape]] if shape < len(filters) else None
+            if view is not None:
+                del view.entries[entry.order]
+                view.units -= entry.units
+                if not view.entries:
+                    del self._views[filters[shape]]
+                    filters = ()
 
     def num_views(self) -> int:
         """Returns how many views hold something: the state that keys and iterations cost."""

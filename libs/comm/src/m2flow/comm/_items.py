@@ -30,11 +30,13 @@ def add_columns(items: comm_pb2.Items, **columns: Sequence[Any]) -> None:
 
 def add_payloads(items: comm_pb2.Items, payloads: Sequence[bytes | comm_pb2.Block]) -> None:
     """Writes the items' payloads."""
-    blocks = [payload for payload in payloads if isinstance(payload, comm_pb2.Block)]
-    if blocks:
-        items.blocks.extend(blocks)
-        payloads = [payload if isinstance(payload, bytes) else b"" for payload in payloads]
-    items.payloads.extend(payloads)  # type: ignore[arg-type]
+    try:
+        items.payloads.extend(payloads)  # type: ignore[arg-type]
+    except TypeError:
+        # Blocks are among them, as seldom where there are many.
+        del items.payloads[:]
+        items.payloads.extend([payload if isinstance(payload, bytes) else b"" for payload in payloads])
+        items.blocks.extend([payload for payload in payloads if isinstance(payload, comm_pb2.Block)])
 
 
 def rows(items: comm_pb2.Items) -> Iterator[tuple[str, str, float, str, int, str, int, bytes | comm_pb2.Block]]:
@@ -42,20 +44,25 @@ def rows(items: comm_pb2.Items) -> Iterator[tuple[str, str, float, str, int, str
 
     Raises ProtocolError for columns that do not fit, and weights that cannot be summed.
     """
-    payloads: list[bytes | comm_pb2.Block] = list(items.payloads)
+    # Slices: to iterate over a message's column is to ask for its values one by one.
+    payloads: list[bytes | comm_pb2.Block] = items.payloads[:]  # type: ignore[assignment]
+    blocks = items.blocks[:]
     count = len(payloads)
-    if payloads.count(b"") != len(items.blocks):
-        raise ProtocolError(f"got {len(items.blocks)} blocks, want {payloads.count(b'')}, one an item without bytes")
-    if not can_be_summed(items.weights):
-        raise ProtocolError(f"got weights {list(items.weights)}, want 0 to {MAX_WEIGHT:.0f}")
-    if items.blocks:
-        blocks = iter(items.blocks)
-        payloads = [payload or next(blocks) for payload in payloads]
+    if payloads.count(b"") != len(blocks):
+        raise ProtocolError(f"got {len(blocks)} blocks, want {payloads.count(b'')}, one an item without bytes")
+    if blocks:
+        left = iter(blocks)
+        payloads = [payload or next(left) for payload in payloads]
     columns: list[Sequence[Any]] = []
     for name, default in _DEFAULTS.items():
-        values = getattr(items, name)
-        found = len(values)
-        if 1 < found != count:
-            raise ProtocolError(f"got a column of {found} for {count} items, want one each, one for all, or none")
-        columns.append(values if found == count else [values[0] if found else default] * count)
+        values = getattr(items, name)[:]
+        if name == "weights" and not can_be_summed(values):
+            raise ProtocolError(f"got weights {values}, want 0 to {MAX_WEIGHT:.0f}")
+        if len(values) != count:
+            if len(values) > 1:
+                raise ProtocolError(
+                    f"got a column of {len(values)} for {count} items, want one each, one for all, or none"
+                )
+            values = (values or [default]) * count
+        columns.append(values)
     return zip(*columns, payloads, strict=True)

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from m2flow.comm._connection import Connection
 from m2flow.comm._deadline import Deadline
@@ -35,25 +35,10 @@ class Lease:
     process the item is the producer's own object, which for the same reason nobody may change.
     """
 
-    __slots__ = (
-        "_data",
-        "_device",
-        "_item",
-        "_unpickles",
-        "id",
-        "iteration",
-        "key",
-        "number",
-        "producer",
-        "tombstone",
-        "weight",
-    )
+    __slots__ = ("_content", "id", "iteration", "key", "number", "producer", "tombstone", "weight")
 
     def __init__(
         self,
-        connection: Connection,
-        unpickles: bool,
-        device: str | None,
         id: str,
         key: str,
         weight: float,
@@ -61,34 +46,27 @@ class Lease:
         iteration: int,
         producer: str,
         number: int,
-        payload: bytes | comm_pb2.Block,
+        content: Tree,
+        read: Callable[[Tree], Tree] | None,
     ) -> None:
         self.id = id
         self.key = key
-        self.iteration = iteration
         self.weight = weight
-        self.producer = producer
         self.tombstone = tombstone
+        self.iteration = iteration
+        self.producer = producer
         self.number = number
-        self._device = device
-        self._unpickles = unpickles
-        self._data: bytes | Bytes | None = None
-        self._item: Tree = None
-        if isinstance(payload, bytes):
-            self._data = payload
-        elif is_reference(payload):
-            self._item = referenced(payload).tree
-        else:
-            self._data = connection.open(payload)
+        # Replaced as one: several threads may ask for the item.
+        self._content = content, read
 
     @property
     def item(self) -> Tree:
         """The item's tree; None for a tombstone. Raises PayloadError where it cannot be decoded here."""
-        if self._data is not None:
-            if not self.tombstone:
-                self._item = decode(self._data, allow_pickle=self._unpickles, device=self._device)
-            self._data = None
-        return self._item
+        item, read = self._content
+        if read is not None:
+            item = None if self.tombstone else read(item)
+            self._content = item, None
+        return item
 
     def __repr__(self) -> str:
         return f"Lease(id={self.id!r}, iteration={self.iteration}, key={self.key!r}, tombstone={self.tombstone!r})"
@@ -207,13 +185,22 @@ class Asked:
     def _leases(self, response: comm_pb2.ChannelResponse) -> list[Lease]:
         if not response.HasField("items"):
             return []
-        connection = self._connection
-        unpickles, device = connection.unpickles, self._device
+        unpickles, device = self._connection.unpickles, self._device
+
+        def read(data: bytes | Bytes) -> Tree:
+            return decode(data, allow_pickle=unpickles, device=device)
+
         leases: list[Lease] = []
         refused: CommError | None = None
         for row in rows(response.items):
+            payload = row[-1]
             try:
-                leases.append(Lease(connection, unpickles, device, *row))
+                if isinstance(payload, bytes):
+                    leases.append(Lease(*row, read))
+                elif is_reference(payload):
+                    leases.append(Lease(*row[:-1], referenced(payload).tree, None))
+                else:
+                    leases.append(Lease(*row[:-1], self._connection.open(payload), read))
             except CommError as error:
                 refused = error
         if refused is not None:

@@ -38,7 +38,6 @@ _ARRAY = struct.Struct("<BB")
 # Dicts of so few and short keys have them in a table that is kept, spelt out and read: they come again and again.
 _MAX_KEY = 64
 _MAX_KEYS = 32
-_I64_MIN, _I64_MAX = -(1 << 63), (1 << 63) - 1
 
 
 class Pickled:
@@ -54,32 +53,31 @@ class Pickled:
 
 
 class TreeWriter:
-    """Writes a tree: `out` holds its tagged bytes, `parts` the arrays beside it, each as flat bytes in tree order.
+    """Writes a tree: `out` holds its tagged bytes in pieces, `parts` the arrays beside it, each as flat bytes in order.
 
     A part is what holds the bytes and how many they are: bytes, a uint8 array, an encoded tree or a tensor.
     """
 
-    __slots__ = ("_depth", "_lift", "lifted", "out", "parts", "pickles")
+    __slots__ = ("_lift", "lifted", "out", "parts", "pickles")
 
     def __init__(self, lift: Callable[[Any], bool] | None = None) -> None:
         self.pickles = False
         self._lift = lift
         # The tensors that travel by a way of their own, in order.
         self.lifted: list[Any] = []
-        self.out = bytearray()
+        self.out: list[bytes] = []
         self.parts: list[tuple[Any, int]] = []
-        self._depth = 0
 
-    def write(self, value: Any) -> None:
+    def write(self, value: Any, depth: int) -> None:
         """Appends a value; raises PayloadError for one that has no encoding, or is nested too deep."""
         writer = WRITERS.get(type(value))
         if writer is not None:
-            writer(self, value)
+            writer(self, value, depth)
         elif (record := record_of(type(value))) is not None:
-            self.out += b"R"
+            self.out.append(b"R")
             self._text(record.name)
-            self.out += _U32.pack(record.check)
-            self._all([getattr(value, name) for name in record.fields])
+            self.out.append(_U32.pack(record.check))
+            self._all([getattr(value, name) for name in record.fields], depth)
         elif _torch.is_tensor(value):
             self._tensor(value)
         elif isinstance(value, np.generic):
@@ -90,91 +88,95 @@ class TreeWriter:
 
     def _text(self, value: str) -> None:
         data = value.encode("utf-8", "surrogatepass")
-        self.out += _U32.pack(len(data)) + data
+        self.out += (_U32.pack(len(data)), data)
 
-    def _enter(self) -> None:
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
+    def _all(self, values: Iterable[Any], depth: int) -> None:
+        if depth == MAX_DEPTH:
             raise _too_deep()
-
-    def _all(self, values: Iterable[Any]) -> None:
-        self._enter()
         for value in values:
-            self.write(value)
-        self._depth -= 1
+            self.write(value, depth + 1)
 
-    def _none(self, value: None) -> None:
-        self.out += b"N"
+    def _none(self, value: None, depth: int) -> None:
+        self.out.append(b"N")
 
-    def _bool(self, value: bool) -> None:
-        self.out += b"t" if value else b"f"
+    def _bool(self, value: bool, depth: int) -> None:
+        self.out.append(b"t" if value else b"f")
 
-    def _int(self, value: int) -> None:
-        if _I64_MIN <= value <= _I64_MAX:
-            self.out += _TAG_I64.pack(b"i", value)
-        else:
+    def _int(self, value: int, depth: int) -> None:
+        try:
+            self.out.append(_TAG_I64.pack(b"i", value))
+        except struct.error:
             data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            self.out += _TAG_U32.pack(b"I", len(data)) + data
+            self.out += (_TAG_U32.pack(b"I", len(data)), data)
 
-    def _float(self, value: float) -> None:
-        self.out += _TAG_F64.pack(b"d", value)
+    def _float(self, value: float, depth: int) -> None:
+        self.out.append(_TAG_F64.pack(b"d", value))
 
-    def _str(self, value: str) -> None:
+    def _str(self, value: str, depth: int) -> None:
         self._blob(b"s", b"S", value.encode("utf-8", "surrogatepass"))
 
-    def _bytes(self, value: bytes) -> None:
+    def _bytes(self, value: bytes, depth: int) -> None:
         self._blob(b"b", b"B", value)
 
     def _blob(self, inside: bytes, beside: bytes, data: bytes) -> None:
         if len(data) <= INLINE_BYTES:
-            self.out += _TAG_U32.pack(inside, len(data)) + data
+            self.out += (_TAG_U32.pack(inside, len(data)), data)
         else:
             self._beside(beside, data)
 
-    def _list(self, value: list[Any]) -> None:
-        self.out += _TAG_U32.pack(b"l", len(value))
-        self._all(value)
+    def _list(self, value: list[Any], depth: int) -> None:
+        self.out.append(_TAG_U32.pack(b"l", len(value)))
+        self._all(value, depth)
 
-    def _tuple(self, value: tuple[Any, ...]) -> None:
-        self.out += _TAG_U32.pack(b"u", len(value))
-        self._all(value)
+    def _tuple(self, value: tuple[Any, ...], depth: int) -> None:
+        self.out.append(_TAG_U32.pack(b"u", len(value)))
+        self._all(value, depth)
 
-    def _dict(self, value: dict[Any, Any]) -> None:
-        out, write = self.out, self.write
-        # Looked at before they are kept: prompts may be keys too.
-        if len(value) > _MAX_KEYS or not all(type(key) is str and len(key) <= _MAX_KEY for key in value):
-            out += _TAG_U32.pack(b"m", len(value))
-            self._all(itertools.chain.from_iterable(value.items()))
-            return
-        out += _keys(*value)
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
+    def _dict(self, value: dict[Any, Any], depth: int) -> None:
+        if depth == MAX_DEPTH:
             raise _too_deep()
+        if len(value) > _MAX_KEYS:
+            self._pairs(value, depth)
+            return
+        add = self.out.append
+        try:
+            add(_keys(*value))
+        except ValueError:
+            self._pairs(value, depth)
+            return
         for item in value.values():
             # What most items are made of is written in line: a call costs as much as the value.
             kind = type(item)
-            if kind is int and _I64_MIN <= item <= _I64_MAX:
-                out += _TAG_I64.pack(b"i", item)
+            if kind is int:
+                try:
+                    add(_TAG_I64.pack(b"i", item))
+                except struct.error:
+                    self._int(item, depth)
             elif kind is float:
-                out += _TAG_F64.pack(b"d", item)
+                add(_TAG_F64.pack(b"d", item))
             elif kind is bytes and len(item) <= INLINE_BYTES:
-                out += _TAG_U32.pack(b"b", len(item))
-                out += item
+                add(_TAG_U32.pack(b"b", len(item)))
+                add(item)
+            elif kind is str:
+                self._str(item, depth)
             else:
-                write(item)
-        self._depth -= 1
+                self.write(item, depth + 1)
+
+    def _pairs(self, value: dict[Any, Any], depth: int) -> None:
+        self.out.append(_TAG_U32.pack(b"m", len(value)))
+        self._all(itertools.chain.from_iterable(value.items()), depth)
 
     def _tensor(self, value: Any) -> None:
         if self._lift is not None and self._lift(value):
-            self.out += _TAG_U32.pack(b"L", len(self.lifted))
+            self.out.append(_TAG_U32.pack(b"L", len(self.lifted)))
             self.lifted.append(value)
             return
         code, shape = _torch.code_of(value), value.shape
-        self.out += struct.pack(f"<cBB{len(shape)}Q", b"T", code, len(shape), *shape)
+        self.out.append(struct.pack(f"<cBB{len(shape)}Q", b"T", code, len(shape), *shape))
         # From a GPU it is copied once, when it is written.
         self.parts.append((value if _torch.address(value) else _torch.raw(value), int(value.nbytes)))
 
-    def _pickled(self, value: Pickled) -> None:
+    def _pickled(self, value: Pickled, depth: int) -> None:
         try:
             data = pickle.dumps(value.value, protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:
@@ -182,16 +184,16 @@ class TreeWriter:
         self.pickles = True
         self._beside(b"P", data)
 
-    def _ndarray(self, value: npt.NDArray[Any]) -> None:
+    def _ndarray(self, value: npt.NDArray[Any], depth: int) -> None:
         self._array(b"A", value)
 
     def _array(self, tag: bytes, value: npt.NDArray[Any]) -> None:
         code, spelling = _dtypes.code_of(value.dtype)
         _check_ndim(value.ndim)
-        self.out += tag + _ARRAY.pack(code, value.ndim)
+        self.out += (tag, _ARRAY.pack(code, value.ndim))
         if code == _dtypes.SPELT:
             self._text(spelling)
-        self.out += struct.pack(f"<{value.ndim}Q", *value.shape)
+        self.out.append(struct.pack(f"<{value.ndim}Q", *value.shape))
         # order "C" copies only what is not already so; reshape keeps a view of what is.
         flat = np.asarray(value, order="C").reshape(-1).view(np.uint8) if value.nbytes else b""
         self.parts.append((flat, value.nbytes))
@@ -201,19 +203,25 @@ class TreeWriter:
         self._beside(b"E", value)
 
     def _beside(self, tag: bytes, part: Any) -> None:
-        self.out += _TAG_U64.pack(tag, len(part))
+        self.out.append(_TAG_U64.pack(tag, len(part)))
         self.parts.append((part, len(part)))
 
 
-@lru_cache(maxsize=1024)
-def _keys(*keys: str) -> bytes:
-    """Returns the short keys of a dict as the tree spells them: once for all items of one structure."""
+# By their types too: a key may equal one of another type.
+@lru_cache(maxsize=1024, typed=True)
+def _keys(*keys: Any) -> bytes:
+    """Returns the short keys of a dict as the tree spells them: once for all items of one structure.
+
+    Raises ValueError for others, so that they are not kept: prompts may be keys too.
+    """
+    if not all(type(key) is str and len(key) <= _MAX_KEY for key in keys):
+        raise ValueError
     spelt = [key.encode("utf-8", "surrogatepass") for key in keys]
     table = b"".join(_U32.pack(len(data)) + data for data in spelt)
     return _TAG_U32.pack(b"k", len(table)) + table
 
 
-WRITERS: dict[type, Callable[[TreeWriter, Any], None]] = {
+WRITERS: dict[type, Callable[[TreeWriter, Any, int], None]] = {
     type(None): TreeWriter._none,
     bool: TreeWriter._bool,
     int: TreeWriter._int,
@@ -246,7 +254,7 @@ def check(value: Any, depth: int = 0) -> None:
         return
     else:
         # What a tensor or a pickle must be is said once, where it is written.
-        TreeWriter().write(value)
+        TreeWriter().write(value, 0)
         return
     if depth == MAX_DEPTH:
         raise _too_deep()
@@ -294,6 +302,8 @@ class TreeReader:
         Raises PayloadError for what no writer writes; struct.error or IndexError where the bytes end in its midst.
         """
         tag = data[at]
+        if tag == _KEYED:
+            return self._keyed(data, at + 1, depth)
         if tag == _STR:
             text, at = _take(data, at + 1)
             return _decode_text(text), at
@@ -371,16 +381,23 @@ class TreeReader:
     def _keyed(self, data: bytes, at: int, depth: int) -> tuple[dict[str, Any], int]:
         if depth == MAX_DEPTH:
             raise _too_deep_to_read()
-        table, at = _take(data, at)
+        start = at + 4
+        at = start + _U32.unpack_from(data, at)[0]
         tree: dict[str, Any] = {}
-        for key in _decode_keys(table):
+        for key in _decode_keys(data[start:at]):
             tag = data[at]
             if tag == _INT:
-                tree[key], at = _I64.unpack_from(data, at + 1)[0], at + 9
-            elif tag == _BYTES:
-                tree[key], at = _take(data, at + 1)
+                tree[key] = _I64.unpack_from(data, at + 1)[0]
+                at += 9
+            elif tag in _TEXTS:
+                start = at + 5
+                at = start + _U32.unpack_from(data, at + 1)[0]
+                found = data[start:at]
+                tree[key] = found if tag == _BYTES else _decode_text(found)
             else:
                 tree[key], at = self.read(data, at, depth + 1)
+        if at > len(data):
+            raise _cut_short(at, data)
         return tree, at
 
     def _record(self, data: bytes, at: int, depth: int) -> tuple[Any, int]:
@@ -438,8 +455,12 @@ def _take(data: bytes, at: int) -> tuple[bytes, int]:
     start = at + 4
     end = start + _U32.unpack_from(data, at)[0]
     if end > len(data):
-        raise PayloadError(f"got a tree that ends {end - len(data)} bytes early: it is cut short")
+        raise _cut_short(end, data)
     return data[start:end], end
+
+
+def _cut_short(end: int, data: bytes) -> PayloadError:
+    return PayloadError(f"got a tree that ends {end - len(data)} bytes early: it is cut short")
 
 
 def _count(data: bytes, at: int, depth: int) -> tuple[int, int]:
@@ -483,7 +504,8 @@ def _decode_keys(table: bytes) -> tuple[str, ...]:
     return tuple(keys)
 
 
-_STR, _INT, _FLOAT, _BYTES = b"sidb"
+_KEYED, _STR, _INT, _FLOAT, _BYTES = b"ksidb"
+_TEXTS = bytes((_BYTES, _STR))
 _READERS: dict[int, Callable[[TreeReader, bytes, int, int], tuple[Any, int]]] = {
     ord("N"): TreeReader._none,
     ord("t"): TreeReader._true,
@@ -495,7 +517,6 @@ _READERS: dict[int, Callable[[TreeReader, bytes, int, int], tuple[Any, int]]] = 
     ord("l"): TreeReader._list,
     ord("u"): TreeReader._tuple,
     ord("m"): TreeReader._dict,
-    ord("k"): TreeReader._keyed,
     ord("R"): TreeReader._record,
     ord("A"): TreeReader._array,
     ord("G"): TreeReader._scalar,
@@ -506,4 +527,4 @@ _READERS: dict[int, Callable[[TreeReader, bytes, int, int], tuple[Any, int]]] = 
 }
 
 # Every tag that this version reads: what a fuzzer likes to write.
-TAGS = bytes((_STR, _INT, _FLOAT, *_READERS))
+TAGS = bytes((_KEYED, _STR, _INT, _FLOAT, *_READERS))

@@ -424,8 +424,9 @@ class Channel:
 
     def _put_request(self, puts: Sequence[Put], *, wait: bool) -> comm_pb2.ChannelRequest:
         request = comm_pb2.ChannelRequest(channel=self.name)
-        request.put.wait = wait
-        _describe(puts, request.put.items)
+        put = request.put
+        put.wait = wait
+        _describe(puts, put.items)
         return request
 
     def _send_put(
@@ -487,9 +488,9 @@ def _describe(puts: Sequence[Put], items: comm_pb2.Items) -> None:
     """Writes what items are put with; raises ValueError naming what they cannot be put with."""
     _, ids, iterations, weights, keys, tombstones = zip(*puts, strict=True)
     try:
-        # In place: a message that is given to another's constructor is copied, its items one by one.
-        add_columns(items, ids=ids, keys=keys, weights=weights, tombstones=tombstones, iterations=iterations)
-        if can_be_summed(items.weights):
+        if can_be_summed(weights):
+            # In place: a message that is given to another's constructor is copied, its items one by one.
+            add_columns(items, ids=ids, keys=keys, weights=weights, tombstones=tombstones, iterations=iterations)
             return
     except (TypeError, ValueError):
         pass

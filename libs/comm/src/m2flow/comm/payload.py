@@ -44,8 +44,10 @@ class Encoded(TreeWriter):
     In another tree it travels as its bytes, uint8 of shape [size_bytes], for a reader who decodes them when it likes.
     """
 
-    __slots__ = ("size_bytes",)
+    __slots__ = ("head", "size_bytes")
 
+    # The header, the tree and their check.
+    head: bytes
     size_bytes: int
 
     def __len__(self) -> int:
@@ -62,23 +64,16 @@ class Encoded(TreeWriter):
     def to_bytes(self) -> bytes:
         """Returns the payload as one bytes object."""
         if not self.parts:
-            return self._head()
+            return self.head
         if self.from_gpu:
             whole = np.empty(self.size_bytes, np.uint8)
             self.write_into(whole)
             return whole.tobytes()
         return b"".join(self._pieces())
 
-    def _head(self) -> bytes:
-        """Returns the header, the tree and their check."""
-        layout = _LAYOUT_WITH_PICKLE if self.pickles else _LAYOUT
-        head = _HEADER.pack(_MAGIC, layout, len(self.out), self.size_bytes) + self.out
-        return head + zlib.crc32(head).to_bytes(_CHECK_BYTES, "little")
-
     def _pieces(self) -> Iterator[bytes | bytearray | memoryview]:
-        head = self._head()
-        yield head
-        at = len(head)
+        yield self.head
+        at = len(self.head)
         for part, size in self.parts:
             yield bytes(_aligned(at) - at)
             at = _aligned(at) + size
@@ -95,9 +90,8 @@ class Encoded(TreeWriter):
         assert target.nbytes == self.size_bytes
         assert target.flags.c_contiguous
         copy, address = copier(target.nbytes), target.ctypes.data
-        head = self._head()
-        at = len(head)
-        target[:at] = np.frombuffer(head, np.uint8)
+        at = len(self.head)
+        target[:at] = np.frombuffer(self.head, np.uint8)
         for part, size in self.parts:
             start = _aligned(at)
             if start > at:
@@ -116,7 +110,7 @@ class Encoded(TreeWriter):
                 _torch.copy_into(_torch.raw(part), target[start:at])
 
 
-def _write_nested(writer: TreeWriter, value: Encoded) -> None:
+def _write_nested(writer: TreeWriter, value: Encoded, depth: int) -> None:
     writer.pickles |= value.pickles
     writer.nested(value)
 
@@ -131,11 +125,16 @@ def encode(tree: Tree, *, lift: Callable[[Any], bool] | None = None) -> Encoded:
     PayloadError, naming the type, for a value that has no encoding. Does not block.
     """
     encoded = Encoded(lift)
-    encoded.write(tree)
-    size = len(encoded.out) + _AROUND_BYTES
+    encoded.write(tree, 0)
+    spelt = b"".join(encoded.out)
+    encoded.out.clear()
+    size = len(spelt) + _AROUND_BYTES
     # Each part begins at a multiple of 64.
     for _, nbytes in encoded.parts:
         size = _aligned(size) + nbytes
+    layout = _LAYOUT_WITH_PICKLE if encoded.pickles else _LAYOUT
+    head = _HEADER.pack(_MAGIC, layout, len(spelt), size) + spelt
+    encoded.head = head + zlib.crc32(head).to_bytes(_CHECK_BYTES, "little")
     encoded.size_bytes = size
     return encoded
 
@@ -187,7 +186,7 @@ def decode(
     if total != size or head_end > size:
         raise PayloadError(f"got {size} bytes, want the {total} that the header says: the payload is cut or altered")
     # A copy of what others may write to: what was checked is what is read.
-    head = bytes(data[:head_end])
+    head = data if isinstance(data, bytes) and head_end == size else bytes(data[:head_end])
     if zlib.crc32(head) != _CHECKED:
         raise PayloadError("got a tree that does not match its check: the payload was altered")
     reader, parts = _TREE_ALONE, None

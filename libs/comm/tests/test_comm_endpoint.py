@@ -339,6 +339,9 @@ def test_a_payload_above_the_limit_is_refused(linked: Any) -> None:
     a, b, link = linked
     b.handle("size", lambda request: len(request.args))
     assert a.request("b", "size", "", bytes(90_000)) == 90_000
+    # Where it comes as a frame, the connection ends only for one that is longer than any message needs to be.
+    with pytest.raises(RemoteError, match=r"got a payload of 150\d{3} bytes, want at most 100000"):
+        a.request("b", "size", "", bytes(150_000), timeout_s=10)
     # Over gRPC before any of it is kept: there it is a frame.
     error, reason = (PeerLostError, "'b' is lost") if link == "grpc" else (RemoteError, "got .* want at most 100000")
     with pytest.raises(error, match=reason):
@@ -366,6 +369,8 @@ def test_an_answer_above_the_limit_ends_its_connection_where_it_comes_in_its_mes
         a.request("b", "greet", "", timeout_s=10)
         assert len(b.request("a", "zeros", "", 90_000, timeout_s=10)) == 90_000
         connection = a._fabric.connection("b")
+        with pytest.raises(PayloadError, match=r"got a payload of 150\d{3} bytes, want at most 100000"):
+            b.request("a", "zeros", "", 150_000, timeout_s=10)
         with pytest.raises(PeerLostError, match=r"'a' is lost: got a frame of 200\d{3} bytes, want at most 165536"):
             b.request("a", "zeros", "", 200_000, timeout_s=10)
         assert wait_until(lambda: connection._lost is not None)

@@ -83,8 +83,15 @@ def much_sent(make: Any) -> Iterator[tuple[Any, Future[Any], threading.Event]]:
     host, w = make("host"), make("w")
     host.handle("s", lambda request: None)
     assert w.request("host", "s", "m", timeout_s=5) is None
-    held = threading.Event()
-    host._fabric.loop.call(lambda: bool(held.wait(5)))
+    holds, held = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        holds.set()
+        held.wait(5)
+
+    host._fabric.loop.call(hold)
+    # On its io thread: else who sends might find it to do, in that one's place.
+    assert holds.wait(5)
     body = bytes(30_000)
     with ThreadPoolExecutor(1) as pool:
         yield w, pool.submit(lambda: [w.request_async("host", "s", "m", body) for _ in range(400)]), held

@@ -259,9 +259,9 @@ def test_versions_follow_one_another_whoever_stages_them(make_endpoint: Any, mon
     # What makes way for the next version is refused at once.
     with pytest.raises(RemoteError, match="version 1 are withdrawn, want one after 1"):
         rollout.fetch_weights("trainer", "policy", 1, timeout_s=5)
-    # And which to ask for is said, so that nobody asks again and again.
-    assert rollout.newest_weights("trainer", "policy") == 2
     coming = rollout.request_async("trainer", SERVICE, "fetch", ("policy", 2, 0))
+    # And which to ask for is said, so that nobody asks again and again. By then it waits for what is coming.
+    assert rollout.newest_weights("trainer", "policy") == 2
     go_on.set()
     assert decode(coming.result(10)["weights"])["a"].sum() == 4
     for stager in stagers:

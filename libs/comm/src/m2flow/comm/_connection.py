@@ -394,21 +394,26 @@ class Connection:
         be mapped.
         """
         if isinstance(payload, bytes):
+            self._check_size(len(payload))
             return payload
         if is_data(payload):
             data = self._data.pop(payload.offset_bytes, None)
             if data is None:
                 raise ProtocolError(f"got a message that names data {payload.offset_bytes}, which did not come")
+            self._check_size(len(data))
             return data
         block, mapped = self.segment_of(payload)
         try:
-            if block.size_bytes > self.max_payload_bytes:
-                raise PayloadError(f"got a payload of {block.size_bytes} bytes, want at most {self.max_payload_bytes}")
+            self._check_size(block.size_bytes)
             found = mapped.bytes_of(block)
         except CommError:
             self.release([block])
             raise
         return Hold(found, partial(self._released.add, self, block)).array()
+
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self.max_payload_bytes:
+            raise PayloadError(f"got a payload of {size_bytes} bytes, want at most {self.max_payload_bytes}")
 
     def release(self, blocks: list[BlockRef], *, abandoned: bool = False) -> None:
         """Tells the peer that blocks it lent are not read any more."""

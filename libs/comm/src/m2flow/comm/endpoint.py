@@ -61,9 +61,9 @@ class Endpoint:
     `Pickled` is unpickled here, which lets it run anything. Create it after forking, never before.
 
     `max_payload_bytes` is the most that one payload may have which a peer sends: a call's tree, an item, a version of
-    weights; and items that are put at once, as far as they lie in their message. Of what lies in shared memory the
-    call or the `get` fails; a message that is longer ends its connection before memory is made for it, as does one
-    above 4 GiB always.
+    weights; and items that are put at once, as far as they lie in their message. Of what is longer the call or the
+    `get` fails; a message that is more than 64 KiB longer ends its connection before memory is made for it, as does
+    one above 4 GiB always.
 
     Raises ValueError for a name, token or directory that will not do, CommError where a living endpoint has the name.
     """
@@ -312,14 +312,14 @@ class Endpoint:
         self._fabric.check_may_wait(f"send {tag}")
         deadline = Deadline(timeout_s)
         sent = self._isend(peer, tree, tag, deadline)
-        Handle(f"send {tag}", [(peer, sent)], lambda _: None).wait(deadline.left_s)
+        Handle(f"send {tag}", [(peer, sent)], lambda _: None, deadline).wait()
 
     def recv(self, peer: str, *, tag: str = "", timeout_s: float | None = None) -> Tree:
         """Like `irecv`, blocking for the tree. Raises PeerLostError, and TimeoutError_ after `timeout_s` seconds."""
         self._fabric.check_may_wait(f"recv {tag}")
         future = self.irecv(peer, tag=tag)
         try:
-            return Handle(f"recv {tag}", [(peer, future)], lambda got: got[0]).wait(timeout_s)
+            return Handle(f"recv {tag}", [(peer, future)], lambda got: got[0], Deadline(timeout_s)).wait()
         except TimeoutError:
             if future.cancel():
                 raise

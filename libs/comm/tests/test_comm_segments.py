@@ -6,6 +6,7 @@ import mmap
 import os
 import resource
 import socket
+import threading
 import time
 from array import array
 from collections.abc import Iterator
@@ -107,6 +108,32 @@ def test_a_put_without_a_descriptor_to_pass_fails_and_the_next_one_does_not(
     gets = host.channel("q", host="host")
     gets.ack(gets.get(timeout_s=5))
     wait_until_unused(producer._fabric.pool)
+
+
+def test_who_lets_go_of_an_array_waits_for_no_other_thread(make_endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As a process ends, that thread may be gone for good.
+    a, b = make_endpoint("a"), make_endpoint("b")
+    a.handle("ones", lambda request: np.ones(request.args))
+    array = b.request("a", "ones", "", 100_000)
+    stuck, go_on, write = threading.Event(), threading.Event(), os.eventfd_write
+
+    def stick(fd: int, value: int) -> None:
+        if threading.current_thread() is waker:
+            stuck.set()
+            go_on.wait(10)
+        write(fd, value)
+
+    waker = threading.Thread(target=lambda: b._fabric.loop.wake())
+    monkeypatch.setattr(os, "eventfd_write", stick)
+    waker.start()
+    assert stuck.wait(10)
+    # As the io thread does when it has woken.
+    b._fabric.loop._awake = False
+    started = time.monotonic()
+    del array
+    assert time.monotonic() - started < 5
+    go_on.set()
+    waker.join(10)
 
 
 def test_a_host_without_descriptors_passes_items_on_as_bytes(

@@ -39,6 +39,7 @@ class Loop:
     """Runs callbacks on one daemon thread. `call`, `call_later` and `wake` may be used from any thread."""
 
     def __init__(self, name: str, *, before_sleep: Callable[[], None]) -> None:
+        self._event = -1
         self._epoll = select.epoll()
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._event, READ)
@@ -52,9 +53,9 @@ class Loop:
         # Held by the one thread that is at work here, named beside it.
         self._working = threading.Lock()
         self._worker = 0
-        self._writing = threading.RLock()
         self._awake = False
         self._stopping = False
+        self._has_ended = False
         self._thread = threading.Thread(target=self._run, name=f"m2flow-comm {name}", daemon=True)
 
     def start(self) -> None:
@@ -110,20 +111,17 @@ class Loop:
     def wake(self) -> bool:
         """Ends the io thread's sleep; says whether the thread is there to look at what was asked for.
 
-        A finaliser may call it: its lock is reentrant, and held for one write.
+        A finaliser may call it, also as the process ends: no lock is taken, which a thread that is gone might hold.
         """
-        if not self._awake:
-            with self._writing:
-                if self._event < 0:
-                    return False
-                try:
-                    self._awake = True
-                    os.eventfd_write(self._event, 1)
-                except BaseException:
-                    # A KeyboardInterrupt: the next one writes.
-                    self._awake = False
-                    raise
-        return True
+        if not self._awake and not self._has_ended:
+            try:
+                self._awake = True
+                os.eventfd_write(self._event, 1)
+            except BaseException:
+                # A KeyboardInterrupt: the next one writes.
+                self._awake = False
+                raise
+        return not self._has_ended
 
     def stop(self) -> None:
         """Ends the thread after the calls already asked for. Blocks until then."""
@@ -132,11 +130,14 @@ class Loop:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Closes the descriptors in a forked child, where the thread does not exist."""
-        self._stopping = True
+        """Closes the socket set in a forked child, where the thread does not exist."""
+        self._stopping = self._has_ended = True
         self._epoll.close()
-        os.close(self._event)
-        self._event = -1
+
+    def __del__(self) -> None:
+        # Not before: another thread may be about to write to it.
+        if self._event >= 0:
+            os.close(self._event)
 
     def _stop(self) -> None:
         self._stopping = True
@@ -153,9 +154,7 @@ class Loop:
                 sleep_s = self._sleep_s()
                 self._worker = 0
             self._work()
-        with self._writing:
-            event, self._event, self._awake = self._event, -1, False
-        os.close(event)
+        self._has_ended = True
         self._epoll.close()
         # What was asked for leads back to the endpoint: without it nothing waits for the cycle collector.
         self._before_sleep = _nothing

@@ -25,6 +25,7 @@ from m2flow.comm import (
     _torch,
     encode,
 )
+from m2flow.comm._deadline import Deadline
 from m2flow.comm.collectives import Handle, RankGroup, move_rows, spans
 from m2flow.comm.process_group import ProcessGroupBackend
 from m2flow.comm.testing import PatientConformance, Ranks
@@ -207,7 +208,7 @@ def test_what_failed_by_a_time_out_of_its_own_is_not_taken_for_missing(num_ranks
     failing = threading.Timer(0.02, parts[-1][1].set_exception, [error])
     failing.start()
     with pytest.raises(TimeoutError_) as caught:
-        Handle("what", parts, list).wait(20)
+        Handle("what", parts, list, Deadline(20)).wait()
     assert caught.value is error
     failing.join()
 

@@ -1,5 +1,6 @@
 """Endpoints: calls, answers, refusals, and peers that die."""
 
+import gc
 import os
 import socket
 import stat
@@ -30,6 +31,7 @@ from m2flow.comm import (
 from m2flow.comm._frames import Kind, header
 from m2flow.comm._replies import Reply
 from m2flow.comm._unix import UnixLink
+from m2flow.comm.collectives import Handle
 
 
 def test_a_call_is_answered(make_endpoint: Any) -> None:
@@ -353,7 +355,7 @@ def test_a_payload_above_the_limit_is_refused(linked: Any) -> None:
 
 
 @pytest.mark.parametrize("remote", [False, True], ids=["unix", "grpc"])
-def test_an_answer_above_the_limit_ends_its_connection_where_it_comes_in_its_message(
+def test_an_answer_far_above_the_limit_ends_its_connection_where_it_comes_as_bytes(
     tmp_path: Path, remote: bool
 ) -> None:
     with (
@@ -700,3 +702,72 @@ def test_polling_for_an_answer_costs_it_nothing(make_endpoint: Any) -> None:
         with pytest.raises(TimeoutError):
             answer.result(0.001)
     assert len(answer._done_callbacks) <= 2
+
+
+class LeftByACtrlC(set[int]):
+    """A set whose `discard` a KeyboardInterrupt follows, once."""
+
+    armed = True
+
+    def discard(self, value: int) -> None:
+        super().discard(value)
+        if self.armed:
+            self.armed = False
+            raise KeyboardInterrupt
+
+
+def test_what_is_sent_after_an_interrupt_goes_out(make_endpoint: Any) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    b.handle("echo", lambda request: request.args)
+    assert a.request("b", "echo", "", 1) == 1
+    a._fabric.loop.readers = LeftByACtrlC()
+    with pytest.raises(KeyboardInterrupt):
+        a.request("b", "echo", "", 2)
+    came = b.irecv("a")
+    a.isend("b", 3)
+    assert wait_until(came.done)
+
+
+def test_a_recv_that_is_interrupted_takes_no_message(make_endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Handle, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            a.recv("b")
+    sent = b.isend("a", 7)
+    assert a.recv("b", timeout_s=5) == 7
+    sent.result(5)
+
+
+def test_a_closed_endpoint_leaves_nothing_to_the_cycle_collector(make_endpoint: Any) -> None:
+    def use(number: int) -> None:
+        a, b = make_endpoint(f"a{number}"), make_endpoint(f"b{number}")
+        a.host_channel("c", producers=[b.name], consumers=[b.name])
+        a.stage_weights("w", 1, {"x": np.ones(100_000)})
+        weights = b.fetch_weights(a.name, "w", 1)
+        for _ in range(2):
+            b.channel("c", host=a.name).put(np.ones(100_000))
+        lease = b.channel("c", host=a.name).get()
+        assert lease.item.sum() == weights["x"].sum() == 100_000
+        a.close()
+        b.close()
+
+    use(0)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        for number in range(1, 4):
+            use(number)
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
+
+
+def test_a_limit_below_what_may_come_in_a_message_is_refused(run_dir: Path) -> None:
+    with pytest.raises(ValueError, match="got max_payload_bytes 20000, want 32768 or more"):
+        Endpoint(run_dir, "a", token="t", max_payload_bytes=20_000)

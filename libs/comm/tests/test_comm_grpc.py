@@ -90,6 +90,20 @@ def test_what_no_item_is_made_of_leaves_no_data_behind(tmp_path: Path) -> None:
         assert _data_left(b) == 0
 
 
+def test_what_is_refused_for_its_size_leaves_no_data_behind(tmp_path: Path) -> None:
+    with (
+        Endpoint(tmp_path / "a", "a", token="t") as a,
+        Endpoint(tmp_path / "b", "b", token="t", max_payload_bytes=100_000) as b,
+    ):
+        a.add_address("b", b.listen("127.0.0.1:0"))
+        b.host_channel("q", producers=["a"], consumers=["b"])
+        channel = a.channel("q", host="b")
+        with pytest.raises(PayloadError, match=r"got a payload of 150\d{3} bytes, want at most 100000"):
+            channel.put_many([Put(bytes(150_000)), *[Put(bytes(90_000))] * 3], timeout_s=10)
+        assert channel.stats(timeout_s=10).put == 0
+        assert _data_left(b) == 0
+
+
 def test_a_message_that_names_data_that_did_not_come_ends_its_connection(hosts: Pair) -> None:
     a, b = hosts
     b.handle("echo", lambda request: request.args)

@@ -87,6 +87,10 @@ class ChannelHost:
         if index is not None:
             index.discard()
 
+    def close(self) -> None:
+        """Lets go of all channels once the endpoint is closed: their items keep what it had mapped."""
+        self._indexes.clear()
+
     def index(self, name: str) -> ChannelIndex:
         """Returns a channel's index; raises ValueError where none has this name."""
         try:
@@ -108,8 +112,9 @@ class ChannelHost:
         except ProtocolError:
             raise
         except CommError as error:
-            # Objects that whoever put them, and waited no longer, has let go of.
-            _answer(connection, request_id, (), Refusal("CommError", str(error)))
+            # What is too large here, or objects that whoever put them, and waited no longer, has let go of.
+            connection.returned([block for block in request.put.items.blocks if is_data(block)], False)
+            _answer(connection, request_id, (), Refusal(type(error).__name__, str(error)))
             return
         index = self._indexes.get(request.channel)
         if index is not None:

@@ -33,7 +33,7 @@ def add_payloads(items: comm_pb2.Items, payloads: Sequence[bytes | comm_pb2.Bloc
     try:
         items.payloads.extend(payloads)  # type: ignore[arg-type]
     except TypeError:
-        # Blocks are among them, as seldom where there are many.
+        # There are blocks among them: seldom, where there are many.
         del items.payloads[:]
         items.payloads.extend([payload if isinstance(payload, bytes) else b"" for payload in payloads])
         items.blocks.extend([payload for payload in payloads if isinstance(payload, comm_pb2.Block)])

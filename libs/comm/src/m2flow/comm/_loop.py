@@ -35,14 +35,26 @@ class Timer:
         self.call = None
 
 
+class _Event:
+    """The descriptor that ends the io thread's sleep, closed by whoever refers to it last."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
 class Loop:
     """Runs callbacks on one daemon thread. `call`, `call_later` and `wake` may be used from any thread."""
 
     def __init__(self, name: str, *, before_sleep: Callable[[], None]) -> None:
-        self._event = -1
         self._epoll = select.epoll()
-        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll.register(self._event, READ)
+        # None once the thread has ended; who is about to write to it keeps it.
+        self._event: _Event | None = _Event(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        self._epoll.register(self._event.fd, READ)
         self._ready: dict[int, Callable[[int], None]] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
@@ -55,7 +67,6 @@ class Loop:
         self._worker = 0
         self._awake = False
         self._stopping = False
-        self._has_ended = False
         self._thread = threading.Thread(target=self._run, name=f"m2flow-comm {name}", daemon=True)
 
     def start(self) -> None:
@@ -113,15 +124,16 @@ class Loop:
 
         A finaliser may call it, also as the process ends: no lock is taken, which a thread that is gone might hold.
         """
-        if not self._awake and not self._has_ended:
+        event = self._event
+        if event is not None and not self._awake:
             try:
                 self._awake = True
-                os.eventfd_write(self._event, 1)
+                os.eventfd_write(event.fd, 1)
             except BaseException:
                 # A KeyboardInterrupt: the next one writes.
                 self._awake = False
                 raise
-        return not self._has_ended
+        return self._event is not None
 
     def stop(self) -> None:
         """Ends the thread after the calls already asked for. Blocks until then."""
@@ -130,14 +142,10 @@ class Loop:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Closes the socket set in a forked child, where the thread does not exist."""
-        self._stopping = self._has_ended = True
+        """Closes the descriptors in a forked child, where the thread does not exist."""
+        self._stopping = True
         self._epoll.close()
-
-    def __del__(self) -> None:
-        # Not before: another thread may be about to write to it.
-        if self._event >= 0:
-            os.close(self._event)
+        self._event = None
 
     def _stop(self) -> None:
         self._stopping = True
@@ -154,9 +162,9 @@ class Loop:
                 sleep_s = self._sleep_s()
                 self._worker = 0
             self._work()
-        self._has_ended = True
+        self._event = None
         self._epoll.close()
-        # What was asked for leads back to the endpoint: without it nothing waits for the cycle collector.
+        # What was asked for leads back to the endpoint, and may hold much.
         self._before_sleep = _nothing
         self._ready.clear()
         while self._calls:
@@ -164,9 +172,11 @@ class Loop:
         self._timers.clear()
 
     def _deal_with(self, found: list[tuple[int, int]]) -> None:
+        assert self._event is not None
+        wakes = self._event.fd
         for fd, events in found:
-            if fd == self._event:
-                os.eventfd_read(self._event)
+            if fd == wakes:
+                os.eventfd_read(fd)
             elif (ready := self._ready.get(fd)) is not None:
                 self._guard(ready, events)
             ready = None

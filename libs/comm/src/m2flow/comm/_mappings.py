@@ -103,7 +103,9 @@ class Released:
     def add(self, lender: Any, block: BlockRef) -> None:
         """Notes that `lender`'s block is free; callable from a finaliser in any thread."""
         self._blocks.append((lender, block))
-        self._wake()
+        if not self._wake():
+            # Nobody sends word any more, and a lender keeps what it has mapped.
+            self._blocks.clear()
 
     def __bool__(self) -> bool:
         """Says whether there is anything to drain."""

@@ -352,8 +352,9 @@ class UnixLink:
             self._left.append(str(error))
             ended = True
         finally:
-            self._loop.readers.discard(thread)
+            # Before any call, after which a KeyboardInterrupt may come: else all that this thread sends is put off.
             self._dealing_thread = 0
+            self._loop.readers.discard(thread)
         if self._left:
             self._loop.call(self._deal_with_left)
         return not ended

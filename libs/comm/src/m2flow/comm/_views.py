@@ -173,7 +173,6 @@ class Queue(Generic[E]):
                 view.units -= entry.units
                 if not view.entries:
                     del self._views[filters[shape]]
-                    filters = ()
 
     def num_views(self) -> int:
         """Returns how many views hold something: the state that keys and iterations cost."""

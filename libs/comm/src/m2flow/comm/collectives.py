@@ -54,12 +54,12 @@ class Handle(Generic[T]):
         what: str,
         parts: Sequence[_Part],
         finish: Callable[[list[Any]], T],
-        deadline: Deadline | None = None,
+        deadline: Deadline,
     ) -> None:
         self._what = what
         self._parts = parts
         self._finish = finish
-        self._deadline = Deadline() if deadline is None else deadline
+        self._deadline = deadline
 
     def done(self) -> bool:
         """Says whether `wait` would return, or raise, at once."""

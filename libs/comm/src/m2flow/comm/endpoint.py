@@ -61,11 +61,12 @@ class Endpoint:
     `Pickled` is unpickled here, which lets it run anything. Create it after forking, never before.
 
     `max_payload_bytes` is the most that one payload may have which a peer sends: a call's tree, an item, a version of
-    weights; and items that are put at once, as far as they lie in their message. Of what is longer the call or the
-    `get` fails; a message that is more than 64 KiB longer ends its connection before memory is made for it, as does
-    one above 4 GiB always.
+    weights; and items that are put at once, as far as they lie in their message; 32 KiB at least. Of what is longer the
+    call, the `get` or, over gRPC, the `put` fails; what comes as bytes, in its message or over gRPC beside it, and is
+    more than 64 KiB longer, ends its connection before memory is made for it, as does what is above 4 GiB always.
 
-    Raises ValueError for a name, token or directory that will not do, CommError where a living endpoint has the name.
+    Raises ValueError for a name, token, directory or limit that will not do, CommError where a living endpoint has the
+    name.
     """
 
     def __init__(
@@ -81,6 +82,10 @@ class Endpoint:
         allow_pickle: bool = False,
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
     ) -> None:
+        if max_payload_bytes < INLINE_BYTES:
+            raise ValueError(
+                f"got max_payload_bytes {max_payload_bytes}, want {INLINE_BYTES} or more: so much may come in a message"
+            )
         self.name = name
         self.directory = Path(directory)
         self._executor = LaneExecutor(_MAX_HANDLER_THREADS, name)
@@ -324,6 +329,10 @@ class Endpoint:
             if future.cancel():
                 raise
             return future.result()
+        except BaseException:
+            # A KeyboardInterrupt: what comes is for who asks next.
+            future.cancel()
+            raise
 
     # Channels.
 
@@ -494,6 +503,7 @@ class Endpoint:
         self._fabric.close()
         self._executor.close()
         self._weights.close()
+        self._host.close()
 
 
 def _name(service: str, method: str) -> str:

@@ -1,5 +1,6 @@
 """Endpoints: calls, answers, refusals, and peers that die."""
 
+import contextlib
 import gc
 import os
 import socket
@@ -29,6 +30,7 @@ from m2flow.comm import (
     encode,
 )
 from m2flow.comm._frames import Kind, header
+from m2flow.comm._loop import WRITE
 from m2flow.comm._replies import Reply
 from m2flow.comm._unix import UnixLink
 from m2flow.comm.collectives import Handle
@@ -728,6 +730,33 @@ def test_what_is_sent_after_an_interrupt_goes_out(make_endpoint: Any) -> None:
     assert wait_until(came.done)
 
 
+def test_an_interrupt_that_comes_as_frames_go_out_sends_none_twice(make_endpoint: Any) -> None:
+    a, b = make_endpoint("a"), make_endpoint("b")
+    calls: list[int] = []
+    b.handle("count", lambda request: calls.append(request.args))
+    a.request("b", "count", "", 1)
+    connection = a._fabric.connection("b")
+    taken = connection.link._taken
+
+    def interrupted(sent: int) -> None:
+        connection.link._taken = taken
+        raise KeyboardInterrupt
+
+    # It goes out by way of what was put off.
+    connection.link._taken = interrupted
+    connection.link._dealing_thread = threading.get_ident()
+    asked = a.request_async("b", "count", "", 2)
+    connection.link._dealing_thread = 0
+    with pytest.raises(KeyboardInterrupt):
+        connection.link._ready(WRITE)
+    # Whether it was sent nobody knows.
+    with contextlib.suppress(PeerLostError):
+        asked.result(5)
+    assert wait_until(lambda: connection._lost is not None)
+    assert a.request("b", "count", "", 3, timeout_s=10) is None
+    assert sorted(calls) in ([1, 2, 3], [1, 3])
+
+
 def test_a_recv_that_is_interrupted_takes_no_message(make_endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = make_endpoint("a"), make_endpoint("b")
 
@@ -763,7 +792,8 @@ def test_a_closed_endpoint_leaves_nothing_to_the_cycle_collector(make_endpoint: 
         before = len(os.listdir("/proc/self/fd"))
         for number in range(1, 4):
             use(number)
-        assert len(os.listdir("/proc/self/fd")) == before
+        # Soon: a handler's thread may be about to let go of a connection.
+        assert wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
     finally:
         gc.enable()
 

@@ -184,7 +184,7 @@ class UnixLink:
             batch, fd = self._next_batch()
             ancillary = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
             try:
-                sent = connected.sendmsg(batch, ancillary)
+                self._taken(connected.sendmsg(batch, ancillary))
             except BlockingIOError:
                 break
             except OSError as error:
@@ -194,7 +194,10 @@ class UnixLink:
                 else:
                     self._discard()
                 return
-            self._taken(sent)
+            except BaseException:
+                # A KeyboardInterrupt: nobody knows what has gone out, and the other end may not get it twice.
+                connected.shutdown(socket.SHUT_RDWR)
+                raise
         self._drained.notify_all()
 
     def _next_batch(self) -> tuple[list[memoryview], int | None]:

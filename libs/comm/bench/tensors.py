@@ -88,7 +88,7 @@ def gloo_rank(endpoint: Endpoint, rank: str, port: str, count: str) -> float:
 def through_channel(size: int, count: int = 40) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the seconds an item takes in steady state, median and mean, and what the producer found."""
     with Cast(__file__) as cast:
-        # A quarter to warm up: by then every slot that the pipeline ever needs has been written once.
+        # A quarter to warm up, so that a slot that has never been written seldom falls into what counts.
         taker = cast.start("consumer", "consumer", count // 4)
         maker = cast.start("producer", "producer", size, count)
         return said(taker), said(maker)

@@ -210,3 +210,34 @@ def test_a_call_to_a_peer_that_restarted_behind_a_partition_does_not_vanish(host
     second = line(b)
     network.set(cut=False)
     assert (line(a), line(a)) in (("lost b", second), (second, "lost b"))
+
+
+STAGE = """
+    endpoint.stage_weights("w", 1, {str(index): np.full(1 << 17, index) for index in range(4)})
+    say("up")
+    time.sleep(60)
+"""
+PREPARE = """
+    import threading
+    second = Endpoint(Path(sys.argv[1]), "a2", token="t", connect_timeout_s=30, by_reference=False)
+    second.add_address("b", "10.77.0.2:7000")
+    receivers = [one.weight_receiver("w", sources=["b"], bucket_bytes=1 << 20) for one in (endpoint, second)]
+    moved = []
+    def prepare(receiver):
+        moved.append(receiver.prepare(1, timeout_s=50).moved_bytes)
+    threads = [threading.Thread(target=prepare, args=(receiver,)) for receiver in receivers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    say(sorted(moved))
+    time.sleep(60)
+"""
+
+
+def test_weights_come_once_over_a_slow_line_for_two_receivers_of_a_host(hosts: Hosts) -> None:
+    network, start = hosts
+    b, a = start("b", STAGE), start("a", PREPARE)
+    network.set(bytes_per_s=8e6)
+    assert line(b) == "up"
+    assert line(a) == f"[0, {4 << 20}]"

@@ -129,15 +129,15 @@ def wanted(rank: int, count: int) -> dict[str, Box]:
 
 
 @pytest.mark.parametrize(("num_sources", "num_targets"), [(1, 1), (2, 1), (1, 3), (3, 2), (2, 4)])
-@pytest.mark.parametrize("way", ["memory", "grpc"])
+@pytest.mark.parametrize("way", ["memory", "grpc", "grpc to one host"])
 def test_any_n_to_any_m(tmp_path: Path, num_sources: int, num_targets: int, way: str) -> None:
     def directory(name: str) -> Path:
-        return tmp_path / (name if way == "grpc" else "run")
+        return tmp_path / {"memory": "run", "grpc": name, "grpc to one host": name[0]}[way]
 
     sources = [Endpoint(directory(f"t{rank}"), f"t{rank}", token="t") for rank in range(num_sources)]
     targets = [Endpoint(directory(f"r{rank}"), f"r{rank}", token="t") for rank in range(num_targets)]
     try:
-        for source in sources if way == "grpc" else ():
+        for source in sources if way != "memory" else ():
             address = source.listen("127.0.0.1:0")
             for target in targets:
                 target.add_address(source.name, address)
@@ -540,18 +540,27 @@ def test_layout_waits_for_the_version_and_refuses_old_ones(make_endpoint: Any) -
     trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
     asked = rollout.request_async("trainer", "m2flow.weights", "layout", ("policy", 5, 0))
     trainer.stage_weights("policy", 5, {"x": np.zeros((2, 3))})
-    assert read_layout(asked.result(5)) == {"x": (Box((0, 0), (2, 3)), (2, 3))}
+    _, layout = asked.result(5)
+    assert read_layout(layout)["x"][:2] == (Box((0, 0), (2, 3)), (2, 3))
     with pytest.raises(RemoteError, match="withdrawn"):
         rollout.request("trainer", "m2flow.weights", "layout", ("policy", 1, 0))
 
 
 def test_layout_comes_back_from_its_columns() -> None:
-    weights = {"scalar": np.zeros(()), "x": Shard(np.zeros((2, 3)), (4, 0), (6, 3)), "empty": np.zeros(0)}
-    assert read_layout(packed_layout(weights)) == {
+    weights = {
+        "scalar": np.zeros((), ">i4"),
+        "x": Shard(torch.zeros((2, 3), dtype=torch.bfloat16), (4, 0), (6, 3)),
+        "y": torch.zeros(1, dtype=torch.float32),
+        "empty": np.zeros(0, np.float32),
+    }
+    found = read_layout(packed_layout(weights))
+    assert {name: laid[:2] for name, laid in found.items()} == {
         "scalar": (Box((), ()), ()),
         "x": (Box((4, 0), (2, 3)), (6, 3)),
+        "y": (Box((0,), (1,)), (1,)),
         "empty": (Box((0,), (0,)), (0,)),
     }
+    assert [str(laid.kind.dtype) for laid in found.values()] == [">i4", "torch.bfloat16", "torch.float32", "float32"]
 
 
 def test_version_that_is_cut_otherwise_is_planned_anew(make_endpoint: Any) -> None:

@@ -16,7 +16,7 @@ from m2flow.proto.comm.v1 import comm_pb2
 _log = logging.getLogger("m2flow.comm")
 
 # Of the frames and messages, not of the package: raised when an older end could not follow.
-VERSION = "2"
+VERSION = "3"
 
 
 @dataclass(frozen=True)

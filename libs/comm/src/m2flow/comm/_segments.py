@@ -141,6 +141,17 @@ class Pool:
             slot.holds = 1
             return slot
 
+    def beside_quota(self, size_bytes: int) -> Slot:
+        """Returns a slot for so many bytes, held once, of which the quota does not count any.
+
+        It is not used again: its memory is free once the last hold has ended. Raises CommError as `take` does.
+        """
+        if self._abandoned:
+            raise CommError("got a payload for an endpoint of the parent process, want one made after the fork")
+        slot = Slot(Segment(size_bytes), 0, 0)
+        slot.segment.abandoned, slot.segment.slots_in_use, slot.holds = True, 1, 1
+        return slot
+
     def wake(self) -> None:
         """Lets who waits for room look at its deadline again."""
         with self._lock:

@@ -15,8 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeVar
 
+from m2flow.comm import _copies
 from m2flow.comm._calls import CallServer, Handler, read_answer
 from m2flow.comm._connection import INLINE_BYTES, Connection, message_of, packed_of
+from m2flow.comm._copies import Copies
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._executor import LaneExecutor
 from m2flow.comm._fabric import Fabric
@@ -53,8 +55,8 @@ class Endpoint:
 
     `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
     run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way, and by
-    itself the memory of messages that have come and nobody receives, and of what one peer has yet to take: beyond that
-    the peer is lost. `connect_timeout_s` is how long a peer, a service
+    itself the memory of messages that have come and nobody receives, that of weights from other hosts that are kept for
+    this one, which beyond it are not kept, and that of what one peer has yet to take: beyond that the peer is lost. `connect_timeout_s` is how long a peer, a service
     or a channel may take to appear; `tls` secures what crosses hosts. With `by_reference` a message to another such
     endpoint of this process is the object itself, and so is an item of a channel whose host and consumers are all such;
     without it the endpoint is as good as in another process. With `allow_pickle` what a peer on this host sent as
@@ -108,6 +110,10 @@ class Endpoint:
         self._weights = WeightStore(self._fabric.pool)
         self._reader = WeightReader()
         self._calls.add(SERVICE, self._weights.handle)
+        # What is fetched for the receivers of this host.
+        limit_bytes = min(self._fabric.pool.quota_bytes, max_payload_bytes)
+        self._copies = Copies(self, self.directory, self._fabric.pool, limit_bytes)
+        self._calls.add(_copies.SERVICE, self._copies.handle)
         mailbox = self._fabric.mailbox
         self._calls.add(
             _MAIL, lambda mail: mailbox.deliver(mail.peer, mail.method, mail.args, mail.held_bytes), prompt=True
@@ -472,12 +478,13 @@ class Endpoint:
         `wanted` maps names to the boxes it wants; None is every tensor, whole. `bucket_bytes` is how much is loaded at
         a time, in whole wanted parts: one that is larger is a bucket of its own, so the largest of them bounds what a
         bucket costs. `first_source` says which source is asked first where several have the same part: give receivers
-        different ones. With `delta` sources on other hosts send only the elements that changed since the version
+        different ones, but those of one host the same where the sources are on others: what receivers of one host want
+        of such a source comes once, into memory that they share. With `delta` sources on other hosts send only the elements that changed since the version
         prepared before, to the bit; that version is kept here, and at the source while it has room for two. Raises
         ValueError where there are no sources.
         """
         return WeightReceiver(
-            self,
+            self._copies,
             name,
             sources=sources,
             wanted=wanted,
@@ -503,6 +510,7 @@ class Endpoint:
         self._fabric.close()
         self._executor.close()
         self._weights.close()
+        self._copies.close()
         self._host.close()
 
 

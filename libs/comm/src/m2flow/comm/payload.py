@@ -84,6 +84,14 @@ class Encoded(TreeWriter):
             else:
                 yield part.data if isinstance(part, np.ndarray) else _torch.raw(part).data
 
+    def places(self) -> "list[Place]":
+        """Returns where the arrays, long strings and so on lie within the payload."""
+        found, at = [], len(self.head)
+        for _, size in self.parts:
+            found.append(Place(_aligned(at), size))
+            at = sum(found[-1])
+        return found
+
     def write_into(self, target: Bytes) -> None:
         """Writes the payload to `target`, shape [size_bytes] uint8, copying each array once. Blocks while it copies."""
         # Copies by address would go beyond it.
@@ -92,8 +100,7 @@ class Encoded(TreeWriter):
         copy, address = copier(target.nbytes), target.ctypes.data
         at = len(self.head)
         target[:at] = np.frombuffer(self.head, np.uint8)
-        for part, size in self.parts:
-            start = _aligned(at)
+        for (part, _), (start, size) in zip(self.parts, self.places(), strict=True):
             if start > at:
                 # What is recycled memory must not leak between the parts: padding is part of the payload.
                 target[at:start] = 0

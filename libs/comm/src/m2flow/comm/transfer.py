@@ -12,29 +12,29 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import NamedTuple
 
 from m2flow.comm import _torch
 from m2flow.comm._changes import Changes, changed
+from m2flow.comm._copies import Copies, Draft, Parts, Turn, held, is_near
 from m2flow.comm._copying import Copy, copier
 from m2flow.comm._deadline import Deadline
 from m2flow.comm.errors import CommError, PayloadError, PeerLostError, TimeoutError_
 from m2flow.comm.payload import Tree, encode
 from m2flow.comm.resharding import Box, Piece, cover, run
-from m2flow.comm.routing import Address, route
-from m2flow.comm.weights import SERVICE, Arrays, WeightReader, digest, read_layout, reader_numbers
+from m2flow.comm.weights import SERVICE, Arrays, Laid, WeightReader, digest, new_empty, read_layout, reader_numbers
 
 DEFAULT_BUCKET_BYTES = 64 << 20
+# What is fetched at a time at most: memory of which the C library has some at hand, where more would be fresh pages.
+_FETCHED_BYTES = 16 << 20
 # Loads a bucket of whole wanted parts, one at least: what the engine at the receiver does with them.
 Load = Callable[[Mapping[str, Tree]], None]
 
 
-# Of each source, the box of each tensor that it has and the shape of the whole.
-Layouts = Mapping[str, Mapping[str, tuple[Box, tuple[int, ...]]]]
-# What a source has given: its arrays in place, or by name and box what has come over a network.
-Given = Arrays | Mapping[tuple[str, Box], Tree]
+# Of each source, how each tensor that it has lies.
+Layouts = Mapping[str, Mapping[str, Laid]]
+# What a source has given: its arrays in place, or copies of what has come over a network.
+Given = Arrays | Sequence[Parts]
 _Run = tuple[int, int] | None
 
 
@@ -48,31 +48,26 @@ class _Move(NamedTuple):
     here: _Run
 
 
-# The wanted box of each tensor, and what covers it.
-Plan = Mapping[str, tuple[Box, Sequence[_Move]]]
+class _Wanted(NamedTuple):
+    """A wanted box of a tensor, an array of its dtype without elements, and what covers it."""
 
-
-class Caller(Protocol):
-    """What a receiver needs of its endpoint."""
-
-    def request(
-        self, peer: str, service: str, method: str, args: Tree = None, *, timeout_s: float | None = None
-    ) -> Tree: ...
-
-    def request_async(
-        self, peer: str, service: str, method: str, args: Tree = None, *, timeout_s: float | None = None
-    ) -> "Future[Tree]": ...
+    box: Box
+    kind: Tree
+    moves: Sequence[_Move]
 
     @property
-    def address(self) -> Address: ...
+    def nbytes(self) -> int:
+        return self.box.num_elements() * int(self.kind.itemsize)
 
-    def address_of(self, peer: str) -> Address: ...
+
+Plan = Mapping[str, _Wanted]
 
 
 class Prepared(NamedTuple):
     """A version that is complete and checked here: bytes, seconds to get it, seconds to check it.
 
-    `moved_bytes` of it came over a network: fewer than `nbytes` where it is mapped, or only changes were sent.
+    `moved_bytes` of it came over a network to this receiver: fewer than `nbytes` where it is mapped, as also what another
+    receiver of this host has fetched is, or only changes were sent.
     """
 
     version: int
@@ -91,7 +86,7 @@ class WeightReceiver:
 
     def __init__(
         self,
-        caller: Caller,
+        copies: Copies,
         name: str,
         *,
         sources: Sequence[str],
@@ -101,7 +96,8 @@ class WeightReceiver:
         delta: bool = False,
     ) -> None:
         self.version: int | None = None
-        self._caller = caller
+        self._caller = copies.caller
+        self._copies = copies
         self._name = name
         self._number = next(reader_numbers)
         if not sources:
@@ -114,8 +110,9 @@ class WeightReceiver:
         self._reader = WeightReader()
         self._delta = delta
         # By source, the version that came over a network last, for the changes of the next.
-        self._bases: dict[str, tuple[int, dict[tuple[str, Box], Tree]]] = {}
+        self._bases: dict[str, tuple[int, Sequence[Parts]]] = {}
         self._moved_bytes = 0
+        self._checking_s = 0.0
         # What covers what, for as long as the sources' layouts stay as they are.
         self._planned: tuple[bytes, Plan] | None = None
         self._prepared: tuple[int, Plan, dict[str, Given]] | None = None
@@ -125,16 +122,12 @@ class WeightReceiver:
 
         Raises ValueError naming a tensor or part that no source has, or a tensor whose shards are not of one dtype,
         PayloadError for bytes that are not those that were staged, RemoteError for a version that is withdrawn, or that
-        a source on this host has only offered, PeerLostError or TimeoutError_ naming a source. Whatever it raises, the
-        old version serves on.
+        a source on this host has only offered, PeerLostError or TimeoutError_ naming a source, or the endpoint that is
+        fetching the same for this host. Whatever it raises, the old version serves on.
         """
         deadline = Deadline(timeout_s)
-        self._moved_bytes = 0
-        near = [
-            source
-            for source in self._sources
-            if route(self._caller.address, self._caller.address_of(source), "cpu").backend != "grpc"
-        ]
+        self._moved_bytes, self._checking_s = 0, 0.0
+        near = [source for source in self._sources if is_near(self._caller, source)]
         with self._reading(version):
             return self._prepare(version, near, deadline)
 
@@ -143,23 +136,18 @@ class WeightReceiver:
         args = (self._name, version, self._number)
         asked = {source: self._asked(source, "fetch", args, deadline) for source in near}
         mapped = {source: self._answer(source, "fetch", answer, deadline) for source, answer in asked.items()}
-        plan = self._plan(version, deadline, mapped)
+        plan, stamps = self._plan(version, deadline, mapped)
+        used = {move.source for wanted in plan.values() for move in wanted.moves}
         given: dict[str, Given] = {}
-        checking_s = 0.0
-        for source in dict.fromkeys(move.source for _, moves in plan.values() for move in moves):
-            if source in mapped:
-                since = time.monotonic()
+        for source in self._sources:
+            if source in used and source in mapped:
                 given[source] = self._checked(source, version, mapped[source], deadline)
-                checking_s += time.monotonic() - since
-            else:
-                given[source], seconds = self._moved(source, version, plan, deadline)
-                checking_s += seconds
-        for name, (_, moves) in plan.items():
-            if len(moves) > 1:
-                _check_dtypes(name, [_dtype(given, name, move) for move in moves])
+            elif source in used:
+                given[source] = self._moved(source, version, stamps[source], plan, deadline)
         self._prepared = (version, plan, given)
-        nbytes = sum(_nbytes(given, name, moves) for name, (_, moves) in plan.items())
-        return Prepared(version, nbytes, deadline.elapsed_s - checking_s, checking_s, self._moved_bytes)
+        nbytes = sum(wanted.nbytes for wanted in plan.values())
+        seconds = deadline.elapsed_s - self._checking_s
+        return Prepared(version, nbytes, seconds, self._checking_s, self._moved_bytes)
 
     def commit(self, load: Load) -> int:
         """Loads the prepared version, bucket by bucket, and serves it; returns it. Blocks while `load` runs.
@@ -171,11 +159,10 @@ class WeightReceiver:
         version, plan, given = self._ready()
         self.version = None
         names = list(plan)
-        sizes = [_nbytes(given, name, plan[name][1]) for name in names]
-        for start, stop in _runs(sizes, self._bucket_bytes):
+        for start, stop in _runs([wanted.nbytes for wanted in plan.values()], self._bucket_bytes):
             bucket = {}
             for name in names[start:stop]:
-                box, moves = plan[name]
+                box, _, moves = plan[name]
                 bucket[name] = _put_together(box, [(move.box, _array(given, name, move)) for move in moves])
             load(bucket)
         return self._end(version)
@@ -188,15 +175,15 @@ class WeightReceiver:
         version serves on. Raises CommError where nothing is prepared. Blocks for the copy.
         """
         version, plan, given = self._ready()
-        for name, (box, moves) in plan.items():
-            target, came = targets[name], _dtype(given, name, moves[0])
+        for name, (box, kind, _) in plan.items():
+            target, came = targets[name], kind.dtype
             if target.shape != box.shape:
                 raise ValueError(f"commit_into: {name!r} has shape {tuple(target.shape)}, want {box.shape}")
             if target.dtype is not came and not _torch.converts(came, target.dtype):
                 raise ValueError(f"commit_into: {name!r} is of {target.dtype}, want {came} as it came, or its kind")
         self.version = None
-        copy = copier(sum(_nbytes(given, name, moves) for name, (_, moves) in plan.items()))
-        for name, (box, moves) in plan.items():
+        copy = copier(sum(wanted.nbytes for wanted in plan.values()))
+        for name, (box, _, moves) in plan.items():
             target = targets[name]
             if not _copied(target, name, moves, given, copy):
                 own = target.detach() if _torch.is_tensor(target) else target
@@ -217,9 +204,9 @@ class WeightReceiver:
         return self._end(version)
 
     def _stream(self, version: int, load: Load, deadline: Deadline) -> None:
-        plan = self._plan(version, deadline, {})
+        plan, _ = self._plan(version, deadline, {})
         names = list(plan)
-        runs = list(_runs([plan[name][0].num_elements() * 8 for name in names], self._bucket_bytes))
+        runs = list(_runs([wanted.box.num_elements() * 8 for wanted in plan.values()], self._bucket_bytes))
         ask = partial(self._ask, version, plan, deadline)
         following = ask(names[slice(*runs[0])]) if runs else []
         for number, bounds in enumerate(runs):
@@ -233,9 +220,7 @@ class WeightReceiver:
                     if digest(array) != expected:
                         raise self._altered(version, source, name)
                     pieces[name].append((move.box, array))
-            for name, parts in pieces.items():
-                _check_dtypes(name, [array.dtype for _, array in parts])
-            load({name: _put_together(plan[name][0], parts) for name, parts in pieces.items()})
+            load({name: _put_together(plan[name].box, parts) for name, parts in pieces.items()})
 
     @contextlib.contextmanager
     def _reading(self, version: int) -> Iterator[None]:
@@ -258,8 +243,8 @@ class WeightReceiver:
             with contextlib.suppress(CommError):
                 self._asked(source, "done", (self._name, version, self._number), Deadline(0.0))
 
-    def _base_of(self, source: str) -> tuple[int | None, dict[tuple[str, Box], Tree]]:
-        return self._bases.get(source, (None, {}))
+    def _base_of(self, source: str) -> tuple[int | None, Sequence[Parts]]:
+        return self._bases.get(source, (None, ()))
 
     def _ask(
         self, version: int, plan: Plan, deadline: Deadline, names: Sequence[str]
@@ -283,21 +268,26 @@ class WeightReceiver:
             call = f"{SERVICE}.{method}"
             raise TimeoutError_(channel=call, key=None, peer=source, elapsed_s=deadline.elapsed_s) from None
 
-    def _plan(self, version: int, deadline: Deadline, mapped: Mapping[str, Tree]) -> Plan:
-        """What covers each wanted box; sources that are `mapped` are not asked for what they have."""
-        packed = {}
+    def _plan(self, version: int, deadline: Deadline, mapped: Mapping[str, Tree]) -> tuple[Plan, Mapping[str, int]]:
+        """Returns what covers each wanted box, and the stamps of the version at the sources that are not `mapped`.
+
+        Those are asked for what they have.
+        """
+        packed, stamps = {}, {}
         for source in self._sources:
             if source in mapped:
                 packed[source] = mapped[source]["layout"]
             else:
                 args = (self._name, version, self._number)
-                packed[source] = self._caller.request(source, SERVICE, "layout", args, timeout_s=deadline.left_s)
+                stamps[source], packed[source] = self._caller.request(
+                    source, SERVICE, "layout", args, timeout_s=deadline.left_s
+                )
         spelt = encode(packed).to_bytes()
         if self._planned is None or self._planned[0] != spelt:
             layouts = {source: read_layout(layout) for source, layout in packed.items()}
-            plan = {name: (box, _moves(name, box, layouts)) for name, box in self._boxes(layouts).items()}
+            plan = {name: _covered(name, box, layouts) for name, box in self._boxes(layouts).items()}
             self._planned = spelt, plan
-        return self._planned[1]
+        return self._planned[1], stamps
 
     def _altered(self, version: int, source: str, name: str) -> PayloadError:
         return PayloadError(f"weights {self._name!r} version {version} of {source!r}: {name!r} was altered")
@@ -314,67 +304,96 @@ class WeightReceiver:
     def _boxes(self, layouts: Layouts) -> dict[str, Box]:
         if self._wanted is not None:
             return dict(self._wanted)
-        whole = {name: found[1] for layout in layouts.values() for name, found in layout.items()}
+        whole = {name: found.whole for layout in layouts.values() for name, found in layout.items()}
         return {name: Box((0,) * len(shape), shape) for name, shape in whole.items()}
 
     def _checked(self, source: str, version: int, answer: Tree, deadline: Deadline) -> Arrays:
         """Returns the arrays of a source on this host, in place, once their digests are checked."""
+        since = time.monotonic()
         args = (self._name, version, self._number)
         ask = partial(self._caller.request, source, SERVICE, "digests", args, timeout_s=deadline.left_s)
-        return self._reader.check(source, self._name, version, answer, ask)
+        arrays = self._reader.check(source, self._name, version, answer, ask)
+        self._checking_s += time.monotonic() - since
+        return arrays
 
-    def _moved(
-        self, source: str, version: int, plan: Plan, deadline: Deadline
-    ) -> tuple[Mapping[tuple[str, Box], Tree], float]:
-        """Returns what is wanted of a source that is reached over a network, and the seconds spent on checking it."""
-        # Only what is wanted is moved, a bucket at a time; of what this end has had, only what changed.
-        base, had = before, _ = self._base_of(source)
-        have: dict[tuple[str, Box], Tree] = {}
-        seconds = 0.0
-        every = _moves_of(source, plan, plan)
-        for start, stop in _runs([move.box.num_elements() * 8 for _, move in every], self._bucket_bytes):
-            moves = every[start:stop]
-            known = all((name, move.box) in had for name, move in moves)
-            came = self._slices(source, version, moves, base if known else None, deadline)
-            started = time.monotonic()
-            arrays = [_made(had.get((name, move.box)), *one) for (name, move), one in zip(moves, came, strict=True)]
-            if known and any(array is None for array in arrays):
-                # What the source has as the base is another version than came by that number: it was started anew.
-                base, had = None, {}
-                came = self._slices(source, version, moves, base, deadline)
-                arrays = [_made(None, *one) for one in came]
-            for (name, move), array in zip(moves, arrays, strict=True):
+    def _moved(self, source: str, version: int, stamp: int, plan: Plan, deadline: Deadline) -> Sequence[Parts]:
+        """Returns copies of what is wanted of a source that is reached over a network: others' of this host, or own."""
+        moves = _moves_of(source, plan, plan)
+        boxes: dict[str, list[Box]] = {}
+        for name, move in moves:
+            boxes.setdefault(name, []).append(move.box)
+        with Turn(self._copies, source, self._name, stamp, boxes, deadline) as turn:
+            rest = [
+                (name, move._replace(box=box)) for name, move in moves for box in held(name, move.box, turn.mapped)[1]
+            ]
+            if rest:
+                draft = turn.draft([(name, move.box, plan[name].kind) for name, move in rest])
+                self._fetch(source, version, rest, plan, draft, deadline)
+                turn.add(draft)
+        self._checking_s += turn.check()
+        if self._delta:
+            before, _ = self._base_of(source)
+            self._bases[source] = version, turn.mapped
+            self._done(source, before)
+        return turn.mapped
+
+    def _fetch(
+        self,
+        source: str,
+        version: int,
+        moves: Sequence[tuple[str, _Move]],
+        plan: Plan,
+        draft: Draft,
+        deadline: Deadline,
+    ) -> None:
+        """Fetches what is wanted of a source into a copy, a bucket at a time; of what this end has had what changed."""
+        base, had = self._base_of(source)
+        sizes = [move.box.num_elements() * int(plan[name].kind.itemsize) for name, move in moves]
+        buckets = [moves[slice(*bounds)] for bounds in _runs(sizes, min(self._bucket_bytes, _FETCHED_BYTES))]
+
+        def ask(bucket: Sequence[tuple[str, _Move]]) -> tuple[bool, "Future[Tree]"]:
+            known = base is not None and not any(held(name, move.box, had)[1] for name, move in bucket)
+            args = (self._name, version, self._number, _bounds(bucket), base if known else None)
+            return known, self._asked(source, "slices", args, deadline)
+
+        def put(bucket: Sequence[tuple[str, _Move]], known: bool, answer: "Future[Tree]") -> bool:
+            came: list[tuple[Tree, int]] = self._answer(source, "slices", answer, deadline)
+            self._moved_bytes += sum(int(found.nbytes) for found, _ in came)
+            for (name, move), (found, expected) in zip(bucket, came, strict=True):
+                since = time.monotonic()
+                old = _put_together(move.box, held(name, move.box, had)[0]) if known else None
+                array = _made(old, found, expected)
+                self._checking_s += time.monotonic() - since
+                if array is None and known:
+                    return False
                 if array is None:
                     raise self._altered(version, source, name)
-                have[name, move.box] = array
-            seconds += time.monotonic() - started
-        if self._delta:
-            self._bases[source] = version, have
-            self._done(source, before)
-        return have, seconds
+                draft.put(name, move.box, array, expected)
+            return True
 
-    def _slices(
-        self, source: str, version: int, moves: Sequence[tuple[str, _Move]], base: int | None, deadline: Deadline
-    ) -> list[tuple[Tree, int]]:
-        """Gets slices, each with its digest: of some perhaps only what changed since the version `base`."""
-        args = (self._name, version, self._number, _bounds(moves), base)
-        came: list[tuple[Tree, int]] = self._caller.request(source, SERVICE, "slices", args, timeout_s=deadline.left_s)
-        self._moved_bytes += sum(int(found.nbytes) for found, _ in came)
-        return came
+        for bucket in buckets:
+            if not put(bucket, *ask(bucket)):
+                # What the source has as the base is another version than came by that number: it was started anew.
+                base = None
+                put(bucket, *ask(bucket))
 
 
-def _moves(name: str, box: Box, layouts: Layouts) -> list[_Move]:
-    """Returns what covers a wanted box; raises ValueError naming the tensor where nothing does."""
-    moves = []
+def _covered(name: str, box: Box, layouts: Layouts) -> _Wanted:
+    """Returns a wanted box and what covers it; raises ValueError naming the tensor where that cannot be."""
+    moves, kinds = [], {}
     for piece in cover_named(name, box, layouts):
-        shard = layouts[piece.source][name][0]
+        shard, _, kind = layouts[piece.source][name]
         moves.append(_Move(piece.source, piece.box, shard, run(piece.box, shard), run(piece.box, box)))
-    return moves
+        # By name, as torch's and numpy's do not compare.
+        kinds[str(kind.dtype)] = kind
+    if len(kinds) > 1:
+        raise ValueError(f"tensor {name!r}: got shards of dtypes {', '.join(sorted(kinds))}, want them of one")
+    return _Wanted(box, kind, moves)
 
 
 def cover_named(name: str, box: Box, layouts: Layouts) -> list[Piece]:
     """Returns the pieces that cover a wanted box; raises ValueError naming the tensor where that cannot be."""
-    shards = [(source, layout[name][0]) for source, layout in layouts.items() if name in layout]
+    shards = [(source, layout[name].box) for source, layout in layouts.items() if name in layout]
     if not shards:
         raise ValueError(f"no source has a tensor {name!r}: want one of those that {', '.join(layouts)} staged")
     if len(shards[0][1].shape) != len(box.shape):
@@ -387,7 +406,7 @@ def cover_named(name: str, box: Box, layouts: Layouts) -> list[Piece]:
 
 
 def _moves_of(source: str, plan: Plan, names: Iterable[str]) -> list[tuple[str, _Move]]:
-    return [(name, move) for name in names for move in plan[name][1] if move.source == source]
+    return [(name, move) for name in names for move in plan[name].moves if move.source == source]
 
 
 def _bounds(moves: Sequence[tuple[str, _Move]]) -> list[tuple[str, list[tuple[int, int]]]]:
@@ -398,20 +417,8 @@ def _bounds(moves: Sequence[tuple[str, _Move]]) -> list[tuple[str, list[tuple[in
 def _array(given: Mapping[str, Given], name: str, move: _Move) -> Tree:
     found = given[move.source]
     if not isinstance(found, Arrays):
-        return found[name, move.box]
+        return _put_together(move.box, held(name, move.box, found)[0])
     return found[name] if move.box == move.shard else found[name][(*move.box.slices(move.shard), ...)]
-
-
-def _dtype(given: Mapping[str, Given], name: str, move: _Move) -> Any:
-    found = given[move.source]
-    return found.known.dtypes[name] if isinstance(found, Arrays) else found[name, move.box].dtype
-
-
-def _check_dtypes(name: str, dtypes: Iterable[Any]) -> None:
-    # By name, as torch's and numpy's do not compare.
-    names = sorted({str(dtype) for dtype in dtypes})
-    if len(names) > 1:
-        raise ValueError(f"tensor {name!r}: got shards of dtypes {', '.join(names)}, want them of one")
 
 
 def _made(old: Tree, found: Tree, expected: int) -> Tree:
@@ -426,19 +433,6 @@ def _made(old: Tree, found: Tree, expected: int) -> Tree:
         except (IndexError, ValueError):
             return None
     return array if digest(array) == expected else None
-
-
-def _nbytes(given: Mapping[str, Given], name: str, moves: Sequence[_Move]) -> int:
-    total = 0
-    for source, box, shard, _, _ in moves:
-        found = given[source]
-        if not isinstance(found, Arrays):
-            total += int(found[name, box].nbytes)
-        elif box == shard:
-            total += found.known.places[name].size_bytes
-        else:
-            total += box.num_elements() * int(found.known.dtypes[name].itemsize)
-    return total
 
 
 def _copied(target: Tree, name: str, moves: Sequence[_Move], given: Mapping[str, Given], copy: Copy) -> bool:
@@ -474,8 +468,7 @@ def _address(target: Tree) -> int:
 def _put_together(box: Box, pieces: Sequence[tuple[Box, Tree]]) -> Tree:
     if len(pieces) == 1 and pieces[0][0] == box:
         return pieces[0][1]
-    first = pieces[0][1]
-    whole = first.new_empty(box.shape) if _torch.is_tensor(first) else np.empty(box.shape, first.dtype)
+    whole = new_empty(pieces[0][1], box.shape)
     for part, array in pieces:
         whole[part.slices(box)] = array
     return whole

@@ -7,6 +7,7 @@ are there (of all tensors the first time, asking for those that are not), and ho
 """
 
 import itertools
+import os
 import threading
 import time
 import zlib
@@ -27,7 +28,7 @@ from m2flow.comm.payload import Encoded, Place, Tree, decode, encode, structure
 from m2flow.comm.resharding import Box, Shard
 
 SERVICE = "m2flow.weights"
-_SAMPLE = 8
+SAMPLE = 8
 # One for each reader of this process.
 reader_numbers = itertools.count()
 
@@ -125,10 +126,10 @@ class WeightStore:
             raise _timed_out(name, "another thread that stages a version of it", deadline)
         try:
             keys = list(arrays)
-            checked = keys[line.num_staged % _SAMPLE :: _SAMPLE] if line.num_staged else keys
+            checked = keys[line.num_staged % SAMPLE :: SAMPLE] if line.num_staged else keys
             digests = {key: digest(arrays[key]) for key in checked}
             digested = time.monotonic()
-            payload = encode({"digests": digests, "layout": layout, "weights": encode(arrays)})
+            payload = encode({"digests": digests, "stamp": _stamp(), "layout": layout, "weights": encode(arrays)})
             self._make_room(name, line, version, payload.size_bytes)
             staged = None
             try:
@@ -149,7 +150,7 @@ class WeightStore:
         arrays = {key: value.data if isinstance(value, Shard) else value for key, value in weights.items()}
         layout = packed_layout(weights)
         with self._lock:
-            self._offered[name, version] = {"layout": layout, "weights": arrays}
+            self._offered[name, version] = {"stamp": _stamp(), "layout": layout, "weights": arrays}
 
     def release(self, name: str, version: int) -> None:
         """Withdraws a version; readers keep what they hold. Raises ValueError for one that is not here."""
@@ -191,11 +192,11 @@ class WeightStore:
         if offered is not None:
             if method not in ("layout", "slices"):
                 raise ValueError(f"weights {name!r} version {version} are only offered: stream them, or stage them")
-            return offered["layout"] if method == "layout" else self._slices(name, offered["weights"], *slices)
+            return _laid(offered) if method == "layout" else self._slices(name, offered["weights"], *slices)
 
         def read(tree: Tree) -> Tree:
             if method == "layout":
-                return tree["layout"]
+                return _laid(tree)
             weights = decode(tree["weights"])
             if method == "digests":
                 return {key: digest(value) for key, value in weights.items()}
@@ -427,37 +428,72 @@ def _weights_in(staged: _Staged) -> dict[str, Tree]:
     return weights
 
 
+def _stamp() -> int:
+    """Returns what tells a version from all others, also from one by its number of another life of its source."""
+    return int.from_bytes(os.urandom(8), "little")
+
+
+def _laid(tree: Tree) -> Tree:
+    """Returns a version's stamp and layout."""
+    return tree["stamp"], tree["layout"]
+
+
+class Laid(NamedTuple):
+    """The box of a shard, the shape of its whole tensor, and an array of its dtype that has no elements."""
+
+    box: Box
+    whole: tuple[int, ...]
+    kind: Tree
+
+
 def packed_layout(weights: Mapping[str, Tree]) -> Tree:
-    """Returns where each of the arrays or shards lies, in columns: it is read once for every version, at both ends."""
-    places = [_layout(value) for value in weights.values()]
-    numbers = np.array([number for place in places for part in place for number in part], np.int64)
-    return list(weights), np.array([len(shape) for _, shape, _ in places], np.uint8), numbers
+    """Returns how each of the arrays or shards lies, in columns: it is read once for every version, at both ends."""
+    numbers: list[int] = []
+    # By name, as torch's and numpy's do not compare.
+    kinds: dict[str, tuple[int, Tree]] = {}
+    for value in weights.values():
+        box, whole, kind = _layout(value)
+        number, _ = kinds.setdefault(str(kind.dtype), (len(kinds), kind))
+        numbers += (len(whole), *box.offset, *box.shape, *whole, number)
+    return list(weights), np.array(numbers, np.int64), [kind for _, kind in kinds.values()]
 
 
-def read_layout(packed: Tree) -> dict[str, tuple[Box, tuple[int, ...]]]:
-    """Returns the box of each shard and the shape of its whole tensor; the inverse of `packed_layout`."""
-    names, ndims, numbers = packed
+def read_layout(packed: Tree) -> dict[str, Laid]:
+    """Returns how each of the arrays or shards lies; the inverse of `packed_layout`."""
+    names, numbers, kinds = packed
     flat = iter(numbers.tolist())
     found = {}
-    for name, ndim in zip(names, ndims.tolist(), strict=True):
+    for name in names:
+        ndim = next(flat)
         offset, shape, whole = (tuple(itertools.islice(flat, ndim)) for _ in range(3))
-        found[name] = Box(offset, shape), whole
+        found[name] = Laid(Box(offset, shape), whole, kinds[next(flat)])
     return found
 
 
-def _layout(value: Tree) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Returns offset, shape and shape of the whole tensor."""
+def _layout(value: Tree) -> Laid:
+    data = value.data if isinstance(value, Shard) else value
+    if not (isinstance(data, np.ndarray) or _torch.is_tensor(data)):
+        raise PayloadError(f"got a {type(data).__name__} among weights, want arrays and tensors only")
+    shape, kind = tuple(data.shape), new_empty(data, (0,))
     if isinstance(value, Shard):
-        return value.offset, tuple(value.data.shape), value.global_shape
-    if not (isinstance(value, np.ndarray) or _torch.is_tensor(value)):
-        raise PayloadError(f"got a {type(value).__name__} among weights, want arrays and tensors only")
-    shape = tuple(value.shape)
-    return (0,) * len(shape), shape, shape
+        return Laid(Box(value.offset, shape), value.global_shape, kind)
+    return Laid(Box((0,) * len(shape), shape), shape, kind)
+
+
+def new_empty(like: Tree, shape: tuple[int, ...]) -> Tree:
+    """Returns an array of another's dtype, or a tensor of another's on the host, that is yet to be written."""
+    if _torch.is_tensor(like):
+        return _torch.empty(_torch.code_of(like), shape, "cpu")
+    return np.empty(shape, like.dtype)
 
 
 def digest(value: Tree) -> int:
     """Returns the CRC-32 of an array's elements, which finds accidents, not forgers."""
+    return zlib.crc32(bytes_of(value).data)
+
+
+def bytes_of(value: Tree) -> Bytes:
+    """Returns an array's elements in order, shape [nbytes]: where they lie, if they do so."""
     if _torch.is_tensor(value):
-        return zlib.crc32(_torch.to_bytes(value)[2].data)
-    flat = np.asarray(value, order="C").reshape(-1)
-    return zlib.crc32(flat.view(np.uint8).data if flat.nbytes else b"")
+        return _torch.to_bytes(value)[2]
+    return np.asarray(value, order="C").reshape(-1).view(np.uint8) if value.nbytes else np.empty(0, np.uint8)

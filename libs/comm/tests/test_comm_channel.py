@@ -24,6 +24,7 @@ from m2flow.comm import (
     TimeoutError_,
     _lease,
 )
+from m2flow.comm._connection import Connection
 from m2flow.comm._frames import HEADER, Kind
 from m2flow.comm._unix import UnixLink
 
@@ -47,6 +48,25 @@ def test_items_arrive_in_order_with_what_they_were_put_with(ends: Any) -> None:
     consumer.ack([first, second])
     stats = consumer.stats()
     assert (stats.put, stats.acked, stats.tombstones, stats.queued, stats.leased) == (2, 2, 1, 0, 0)
+
+
+def test_items_that_a_ctrl_c_keeps_from_their_consumer_go_back_in_order(
+    ends: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, producer, consumer = ends
+    producer.put_many([Put(item=np.full(1 << 14, index), id=str(index)) for index in range(3)])
+    opened = Connection.open
+
+    def interrupted(connection: Connection, payload: Any) -> Any:
+        monkeypatch.setattr(Connection, "open", opened)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Connection, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        consumer.get_batch(2.0)
+    again = consumer.get_batch(3.0, timeout_s=5)
+    assert [lease.id for lease in again] == ["0", "1", "2"]
+    assert consumer.stats().leased == 3
 
 
 def test_leases_are_committed_by_the_request_that_names_them(ends: Any) -> None:

@@ -1,6 +1,8 @@
 """The index of a channel, driven directly: no sockets, no clock."""
 
+import gc
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,6 +106,11 @@ class Driver:
 
     def die(self, member: str) -> None:
         self.index.left(member, member)
+
+    def keys_of(self, member: str, *, among: Sequence[str] = "abcdefgh") -> list[str]:
+        """Returns the keys that a consumer takes while all live, in a channel with routes."""
+        assert self.index._homes is not None
+        return [key for key in among if self.index._homes.of(key) == member]
 
 
 def test_order_is_kept_and_a_waiting_get_is_served() -> None:
@@ -464,14 +471,15 @@ def test_a_sum_of_weights_does_not_drift_with_what_comes_and_goes() -> None:
 
 @pytest.mark.timeout(6)
 @pytest.mark.parametrize("route", ["any", "by_key"])
-def test_what_a_dead_consumer_leaves_moves_at_once_and_in_order(route: str) -> None:
+def test_what_a_dead_consumer_leaves_is_taken_in_order(route: str) -> None:
     q = Driver(route=route)
     for member in "cd":
         for key, iteration in [("none", None), (None, 9), ("none", 9)]:
             q.get(1, at_least=0, by=member, key=key, iteration=iteration)
+    keys = [f"k{index}" for index in range(100)]
     for index in range(20_000):
-        q.put(str(index), key=f"k{index % 100}", iteration=index % 3)
-    mine = [key for key in map("k{}".format, range(100)) if route == "any" or q.index.members.route_of(key) == "c"]
+        q.put(str(index), key=keys[index % 100], iteration=index % 3)
+    mine = keys if route == "any" else q.keys_of("c", among=keys)
     for key in mine[::2]:
         q.get(key=key)
     q.get(8)
@@ -485,9 +493,38 @@ def test_what_a_dead_consumer_leaves_moves_at_once_and_in_order(route: str) -> N
     assert q.get(20_000, by="d").ids == [str(index) for index in range(20_000)]
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("route", ["any", "by_key"])
+def test_a_death_a_return_and_a_close_are_over_soon_however_much_is_queued(route: str) -> None:
+    q = Driver(route=route)
+    keys = [f"k{index}" for index in range(200_000)]
+    q.get(1, at_least=0, key="none")  # from now on it is queued by key too
+    q.index.put(q._caller("p")[0], [Entry(key, key, 1.0, 0, "p", "", b"") for key in keys], wait=True)
+    mine = keys if route == "any" else q.keys_of("c", among=keys)
+    # From all over the queue, in the middle of what stays.
+    leased = [q.get(key=key).ids[0] for key in mine[:: len(mine) // 64][:64]]
+    gc.collect()
+    gc.disable()
+    try:
+        started = time.thread_time()
+        q.die("c")
+        died_s = time.thread_time() - started
+        taken = [q.get(key=key, by="d").ids[0] for key in leased]
+        started = time.thread_time()
+        q.get(key="none", at_least=0)
+        returned_s = time.thread_time() - started
+        started = time.thread_time()
+        q.close(by="c")
+        closed_s = time.thread_time() - started
+    finally:
+        gc.enable()
+    assert taken == leased
+    assert max(died_s, returned_s, closed_s) < 0.010
+
+
 def test_who_waits_for_the_leases_of_the_dead_has_them_in_the_order_of_their_key() -> None:
     q = Driver(route="by_key")
-    key = next(key for key in "abcdefgh" if q.index.members.route_of(key) == "c")
+    key = q.keys_of("c")[0]
     q.put("1", "2", "3", key=key)
     first, _ = q.get(), q.get()
     q.ack(first, give_back=True)
@@ -496,18 +533,27 @@ def test_who_waits_for_the_leases_of_the_dead_has_them_in_the_order_of_their_key
     assert [get.ids for get in waiting] == [["1"], ["2"], ["3"]]
 
 
+def test_what_comes_back_again_and_again_keeps_its_place() -> None:
+    q, rng = Driver(), random.Random(0)
+    q.put(*map(str, range(40)))
+    for _ in range(200):
+        held = q.get(rng.randint(1, 40))
+        q.index.ack("c", rng.sample(held.leases, rng.randint(0, len(held.leases))), give_back=True)
+        q.die("c")
+        orders = [entry.order for entry in q.index._queue.all()]
+        assert orders == list(range(1, 41))
+    assert q.get(40).ids == list(map(str, range(40)))
+
+
 def test_a_route_puts_a_key_on_one_consumer_for_as_long_as_it_lives() -> None:
     q = Driver(route="by_key")
-    owner = {key: q.index.members.route_of(key) for key in "abcdefgh"}
-    assert set(owner.values()) == {"c", "d"}
-    for key in owner:
+    assert len(q.keys_of("c")) > 0 < len(q.keys_of("d"))
+    for key in "abcdefgh":
         q.put(key, key=key)
-    mine = [q.get(by="c").ids[0] for key in owner if owner[key] == "c"]
-    assert [owner[key] for key in mine] == ["c"] * len(mine)
+    assert [q.get(by="c").ids[0] for _ in q.keys_of("c")] == q.keys_of("c")
     assert q.get(by="c").waits
     q.die("c")
-    rest = [q.get(by="d").ids[0] for _ in owner]
-    assert sorted(rest) == sorted(owner)
+    assert [q.get(by="d").ids[0] for _ in "abcdefgh"] == list("abcdefgh"), "in order of arrival, its own or inherited"
 
 
 @pytest.mark.parametrize("back", ["c", "d"])
@@ -522,9 +568,39 @@ def test_who_returns_first_takes_what_was_for_those_who_are_dead(back: str) -> N
     assert q.index.num_queued == 0
 
 
+def test_an_heir_is_woken_by_what_it_inherits_and_by_what_comes_for_it() -> None:
+    q = Driver(route="by_key")
+    key, other = q.keys_of("c")[0], q.keys_of("d")[0]
+    q.put("1", key=key)
+    batch, by_key = q.get(3, by="d"), q.get(by="d", key=key)
+    q.put("2", key=other)
+    assert batch.waits
+    assert by_key.waits
+    q.die("c")
+    assert by_key.ids == ["1"]
+    q.put("3", key=other)
+    assert batch.waits
+    q.put("4", key=key)
+    assert batch.ids == ["2", "3", "4"]
+
+
+def test_who_stood_in_for_one_who_is_back_does_not_wait_for_what_is_for_that_one() -> None:
+    q = Driver(route="by_key", capacity=1)
+    q.put("1", key=q.keys_of("d")[0], iteration=1)
+    q.put("2", key=q.keys_of("c")[0], iteration=0)
+    q.end(0)
+    q.die("c")
+    tail = q.get(by="d", iteration=0)
+    assert tail.waits
+    back = q.get()
+    assert tail.refused == "IterationEnded"
+    assert q.get(by="d").ids == ["1"]
+    assert back.ids == ["2"]
+
+
 def test_a_key_goes_home_with_its_consumer() -> None:
     q = Driver(route="by_key")
-    mine = [key for key in "abcdefgh" if q.index.members.route_of(key) == "c"]
+    mine = q.keys_of("c")
     q.put(*mine[:1], key=mine[0])
     q.die("c")
     q.put("2", key=mine[0])
@@ -536,7 +612,7 @@ def test_a_key_goes_home_with_its_consumer() -> None:
 
 def test_the_end_of_an_earlier_life_is_no_death_of_the_next() -> None:
     q = Driver(route="by_key")
-    key = next(key for key in "abcdefgh" if q.index.members.route_of(key) == "c")
+    key = q.keys_of("c")[0]
     waiting = q.get()
     q.index.left("an earlier connection", "c")
     q.put("1", key=key)

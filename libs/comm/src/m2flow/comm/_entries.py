@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 
-from m2flow.comm._views import Filter, View
+from m2flow.comm._views import Filter
 
 # Weights are sums of floats: what differs by less is equal.
 SLACK = 1e-9
@@ -45,11 +45,11 @@ class Entry:
         return _BESIDE_BYTES + 4 * names + (len(self.payload) if isinstance(self.payload, Sized) else 0)
 
 
-def prefix(view: View[Entry], weight: float) -> list[Entry]:
+def prefix(entries: Iterable[Entry], weight: float) -> list[Entry]:
     """Returns the first entries up to a weight: never more, unless the first alone is heavier."""
     taken: list[Entry] = []
     total, most = 0.0, weight * (1 + SLACK)
-    for entry in view:
+    for entry in entries:
         total += entry.weight
         if taken and (total > most or not weight):
             break

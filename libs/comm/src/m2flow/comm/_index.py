@@ -9,15 +9,14 @@ import os
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from math import inf
 from operator import attrgetter
 from typing import Literal
 
 from m2flow.comm._entries import SLACK, Entry, drop, fitting, prefix
 from m2flow.comm._frames import MAX_MESSAGE_BYTES
+from m2flow.comm._homes import Homes
 from m2flow.comm._members import Members
-from m2flow.comm._views import Filter, Queue, View, filters_of
+from m2flow.comm._views import Filter, Merged, Queue, View, filters_of
 from m2flow.comm._waiting import Caller, Get, Put, Refusal, Waiting
 
 _NOBODY_TAKES = "every consumer has left it"
@@ -60,7 +59,7 @@ class ChannelIndex:
         self.closed = False
         if route == "by_key" and not consumers:
             raise ValueError(f"channel {name!r}: got no consumers, want at least one to route keys to")
-        self._by_key = route == "by_key"
+        self._homes = Homes(self.members.consumers) if route == "by_key" else None
         self._queue: Queue[Entry] = Queue()
         self._waiting = Waiting()
         self._leases: dict[Hashable, dict[int, Entry]] = {}
@@ -115,11 +114,12 @@ class ChannelIndex:
         if caller.member not in self.members.consumers:
             caller.answer((), self._not_a("consumer", caller.member, self.members.consumers))
             return
-        returned = self.members.takes(caller.member, caller.session)
-        if self._by_key:
-            if returned:
-                self._reroute()
-            wanted = wanted._replace(route=caller.member)
+        if self.members.takes(caller.member, caller.session):
+            self._share_out()
+            # Who stood in for it may wait for nothing now.
+            self._settle()
+        if self._homes is not None:
+            wanted = wanted._replace(home=caller.member)
         get = Get(caller, wanted, weight, at_least, most_bytes)
         if self._serve(get):
             self._admit()
@@ -163,7 +163,7 @@ class ChannelIndex:
             for get in self._waiting.of(caller.session):
                 self._waiting.remove(get)
                 get.caller.answer((), Refusal("ChannelClosedError", "this consumer has left it"))
-            self._takes_no_more(caller.session, caller.member)
+            self._takes_no_more(caller.session)
             if self.members.none_takes():
                 self._refuse_waiting_puts(_NOBODY_TAKES)
         self._forget_ended()
@@ -199,7 +199,7 @@ class ChannelIndex:
         for get in self._waiting.of(session):
             self._waiting.remove(get)
         self.members.left(member, session)
-        self._takes_no_more(session, member)
+        self._takes_no_more(session)
         self._settle()
 
     def end_channel(self) -> None:
@@ -298,7 +298,8 @@ class ChannelIndex:
             put.caller.answer((), Refusal("ChannelClosedError", why))
 
     def _enqueue(self, entries: Iterable[Entry]) -> set[Filter]:
-        """Queues entries but those seen already; returns the filters that the others pass."""
+        """Queues entries but those seen already; returns the filters that the others pass, of who takes them."""
+        homes = self._homes
         touched: set[Filter] = set()
         filters: tuple[Filter, ...] = ()
         key, iteration = None, None
@@ -307,8 +308,9 @@ class ChannelIndex:
             entry.order = order
             if entry.key != key or entry.iteration != iteration:
                 key, iteration = entry.key, entry.iteration
-                filters = filters_of(key, iteration, self._route_of(key))
-                touched.update(filters)
+                home = "" if homes is None else homes.of(key)
+                filters = filters_of(key, iteration, home)
+                touched.update(filters if homes is None else filters_of(key, iteration, homes.taker_of[home]))
             entry.filters = filters
         self._num_orders += len(fresh)
         self._queue.append(fresh)
@@ -362,7 +364,8 @@ class ChannelIndex:
 
     def _serve(self, get: Get, *, flush: bool = False) -> bool:
         """Answers a get if it can be, with `flush` by what is there; says whether it did."""
-        view = self._queue.view(get.wanted)
+        queue, homes = self._queue, self._homes
+        view = queue.view(get.wanted) if homes is None else queue.view_of(homes.taken_by[get.wanted.home], get.wanted)
         if view is None:
             refusal = self._nothing_comes(get.wanted)
             if refusal is None and get.at_least != 0:
@@ -383,12 +386,12 @@ class ChannelIndex:
         get.caller.answer(entries, None)
         return True
 
-    def _flushes(self, view: View[Entry], wanted: Filter) -> bool:
+    def _flushes(self, view: View[Entry] | Merged[Entry], wanted: Filter) -> bool:
         """Says whether a view is given out although it holds less than was asked for: more may never come."""
         if self.closed or self.members.all_closed() or self.members.lost_owing(wanted.iteration):
             return True
         full = 0 < self.capacity <= len(self._queue)
-        if full and (len(view.entries) == len(self._queue) or (self._waiting.puts and self._waiting.puts[0].entries)):
+        if full and (len(view) == len(self._queue) or (self._waiting.puts and self._waiting.puts[0].entries)):
             # Nothing comes in before somebody has taken something.
             return True
         if wanted.iteration is not None:
@@ -409,62 +412,35 @@ class ChannelIndex:
         return refusal
 
     def _waits_to_be_put(self, wanted: Filter) -> bool:
-        """Says whether something that passes a filter, of any route where it has none, waits for room."""
+        """Says whether something that passes a filter, of any home where it has none, waits for room."""
+        homes = self._homes
         return any(
             wanted.key in (None, entry.key)
             and wanted.iteration in (None, entry.iteration)
-            and wanted.route in ("", self._route_of(entry.key))
+            and (homes is None or not wanted.home or wanted.home == homes.taker_of[homes.of(entry.key)])
             for put in self._waiting.puts
             for entry in put.entries
         )
 
     # Leaving.
 
-    def _takes_no_more(self, session: Hashable, consumer: str) -> None:
-        """Queues what a consumer has leased again, then gives others what is queued for it."""
-        leased = list(self._leases.pop(session, {}).values())
-        if leased and self._by_key:
-            # Whoever waits for the leases does not wait for all that is queued to move, but for what comes before them.
-            self._reroute(consumer, before=max(entry.order for entry in leased))
-            self._requeue(leased)
-            for get in self._waiting.in_order({passed for entry in leased for passed in entry.filters}):
-                if self._queue.view(get.wanted) is not None and self._serve(get):
-                    self._waiting.remove(get)
-        else:
-            self._requeue(leased)
-        self._reroute(consumer)
+    def _takes_no_more(self, session: Hashable) -> None:
+        """Lets others take what is for one who is gone, and queues what it has leased again."""
+        self._share_out()
+        self._requeue(list(self._leases.pop(session, {}).values()))
+
+    def _share_out(self) -> None:
+        if self._homes is not None:
+            self._homes.share_out(self.members.living())
 
     def _requeue(self, entries: list[Entry]) -> None:
         if not entries:
             return
         entries.sort(key=attrgetter("order"))
         self.counts.regiven += len(entries)
-        routes = self._routes(entries)
         for entry in entries:
             entry.lease = 0
-            entry.filters = filters_of(entry.key, entry.iteration, routes[entry.key])
         self._queue.restore(entries)
-
-    def _reroute(self, gone: str | None = None, *, before: float = inf) -> None:
-        """Gives each key's queued entries to who takes it now that a consumer is gone; without one, is back."""
-        if not self._by_key:
-            return
-        # Of one who is gone, all that is queued; for one who is back, what any has.
-        queued = self._queue.all() if gone is None else self._queue.view(Filter(None, None, gone)) or ()
-        entries = list(takewhile(lambda entry: entry.order < before, queued))
-        routes = self._routes(entries)
-        moved = [entry for entry in entries if routes[entry.key] != entry.filters[0].route]
-        self._queue.remove(moved)
-        for entry in moved:
-            entry.filters = filters_of(entry.key, entry.iteration, routes[entry.key])
-        self._queue.restore(moved)
-
-    def _routes(self, entries: Iterable[Entry]) -> dict[str, str]:
-        """Returns the route of each key of some entries."""
-        return {key: self._route_of(key) for key in {entry.key for entry in entries}}
-
-    def _route_of(self, key: str) -> str:
-        return self.members.route_of(key) if self._by_key else ""
 
     def _finished(self, entries: Sequence[Entry]) -> None:
         self.counts.acked += len(entries)

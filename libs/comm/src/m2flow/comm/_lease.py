@@ -192,21 +192,24 @@ class Asked:
 
         leases: list[Lease] = []
         refused: CommError | None = None
-        for row in rows(response.items):
-            payload = row[-1]
-            try:
-                if isinstance(payload, bytes):
-                    leases.append(Lease(*row, read))
-                elif is_reference(payload):
-                    leases.append(Lease(*row[:-1], referenced(payload).tree, None))
-                else:
-                    leases.append(Lease(*row[:-1], self._connection.open(payload), read))
-            except CommError as error:
-                refused = error
-        if refused is not None:
-            # One cannot be opened here: all go back, for another consumer or another try.
+        try:
+            for row in rows(response.items):
+                payload = row[-1]
+                try:
+                    if isinstance(payload, bytes):
+                        leases.append(Lease(*row, read))
+                    elif is_reference(payload):
+                        leases.append(Lease(*row[:-1], referenced(payload).tree, None))
+                    else:
+                        leases.append(Lease(*row[:-1], self._connection.open(payload), read))
+                except CommError as error:
+                    refused = error
+            if refused is not None:
+                raise refused
+        except BaseException:
+            # One cannot be opened here, or a KeyboardInterrupt has come: all go back, for another or another try.
             self._return(response.items.leases)
-            raise refused
+            raise
         return leases
 
     def _parse(self, body: bytes) -> comm_pb2.ChannelResponse:

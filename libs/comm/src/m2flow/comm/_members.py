@@ -1,6 +1,5 @@
 """Who puts into a channel and who takes from it, and what is known of each."""
 
-import hashlib
 from collections.abc import Hashable, Iterable
 
 from m2flow.comm._intervals import Intervals
@@ -64,6 +63,10 @@ class Members:
                 return False
         return bool(self._all_owed)
 
+    def living(self) -> set[str]:
+        """Names the consumers that are not gone."""
+        return {name for name, state in self.consumers.items() if not state.gone}
+
     def none_takes(self) -> bool:
         """Says whether every consumer has closed the channel."""
         for state in self.consumers.values():
@@ -124,11 +127,6 @@ class Members:
                 state.names.append(successor)
         self._file(successor)
         self._file(lost)
-
-    def route_of(self, key: str) -> str:
-        """Returns the consumer that takes a key: the same one whenever it lives, and one of the others while not."""
-        living = [name for name, state in self.consumers.items() if not state.gone]
-        return max(living or self.consumers, key=lambda name: hashlib.blake2b(f"{name}\0{key}".encode()).digest())
 
     def _file(self, name: str) -> None:
         states = [state for state in self._all_owed if name in state.names]

@@ -8,12 +8,14 @@ search, and a view that runs empty leaves nothing behind.
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from heapq import merge
 from itertools import takewhile
 from operator import attrgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 # Weights are summed as whole numbers of 2**-60: a sum of floats would drift with all that comes and goes.
 _UNITS_PER_WEIGHT = 2.0**60
+_ORDER = attrgetter("order")
 
 
 class Filter(NamedTuple):
@@ -21,15 +23,15 @@ class Filter(NamedTuple):
 
     key: str | None
     iteration: int | None
-    # The consumer that the key is put on; empty in a channel without routes.
-    route: str = ""
+    # The consumer whose home the key is; of a `get` that waits, who asks. Empty in a channel without routes.
+    home: str = ""
 
 
 @lru_cache(maxsize=1024)
-def filters_of(key: str, iteration: int, route: str) -> tuple[Filter, ...]:
+def filters_of(key: str, iteration: int, home: str) -> tuple[Filter, ...]:
     """Returns the filters that an item passes, by shape; one without a key, only those that ask for none."""
-    anyhow = (Filter(None, None, route), Filter(None, iteration, route))
-    return (*anyhow, Filter(key, None, route), Filter(key, iteration, route)) if key else anyhow
+    anyhow = (Filter(None, None, home), Filter(None, iteration, home))
+    return (*anyhow, Filter(key, None, home), Filter(key, iteration, home)) if key else anyhow
 
 
 class Queued(Protocol):
@@ -46,12 +48,16 @@ E = TypeVar("E", bound=Queued)
 
 
 class View(Generic[E]):
-    """The queued entries that pass one filter, in order."""
+    """The queued entries that pass one filter, in order.
 
-    __slots__ = ("entries", "units")
+    What came back is kept apart from what arrived: it finds its place among its like, however much is queued.
+    """
+
+    __slots__ = ("arrived", "returned", "units")
 
     def __init__(self) -> None:
-        self.entries: OrderedDict[int, E] = OrderedDict()
+        self.arrived: OrderedDict[int, E] = OrderedDict()
+        self.returned: OrderedDict[int, E] | None = None
         self.units = 0
 
     @property
@@ -59,12 +65,17 @@ class View(Generic[E]):
         """The sum of the weights."""
         return self.units / _UNITS_PER_WEIGHT
 
+    def __len__(self) -> int:
+        return len(self.arrived) + len(self.returned or ())
+
     def __iter__(self) -> Iterator[E]:
-        return iter(self.entries.values())
+        if not self.returned:
+            return iter(self.arrived.values())
+        return merge(self.arrived.values(), self.returned.values(), key=_ORDER)
 
     def restore(self, entries: Sequence[E]) -> None:
-        """Puts entries back where their orders belong; of what is queued it moves what lies between them and an end."""
-        queued = self.entries
+        """Puts entries back, in order; of what came back before it moves what lies between them and an end."""
+        queued = self.returned = self.returned or OrderedDict()
         first, last = entries[0].order, entries[-1].order
         from_start = not queued or last - next(iter(queued)) < next(reversed(queued)) - first
         if from_start:
@@ -77,6 +88,24 @@ class View(Generic[E]):
             moved.append(entry.order)
         for order in sorted(moved, reverse=from_start):
             queued.move_to_end(order, last=not from_start)
+
+
+class Merged(Generic[E]):
+    """Several views, seen as one in order."""
+
+    def __init__(self, views: Sequence[View[E]]) -> None:
+        self._views = views
+
+    @property
+    def weight(self) -> float:
+        """The sum of the weights."""
+        return sum(view.units for view in self._views) / _UNITS_PER_WEIGHT
+
+    def __len__(self) -> int:
+        return sum(map(len, self._views))
+
+    def __iter__(self) -> Iterator[E]:
+        return merge(*self._views, key=_ORDER)
 
 
 class Queue(Generic[E]):
@@ -105,12 +134,18 @@ class Queue(Generic[E]):
             self._append(shape, everything)
         return self._views.get(wanted)
 
+    def view_of(self, homes: Sequence[str], wanted: Filter) -> View[E] | Merged[E] | None:
+        """Returns the entries that pass a filter in any of some homes; None when there are none."""
+        found = [self.view(Filter(wanted.key, wanted.iteration, home)) for home in homes]
+        views = [view for view in found if view is not None]
+        return Merged(views) if len(views) > 1 else views[0] if views else None
+
     def all(self) -> list[E]:
         """Returns every queued entry, in order."""
-        return sorted((entry for view in self._of_all() for entry in view), key=attrgetter("order"))
+        return sorted((entry for view in self._of_all() for entry in view), key=_ORDER)
 
     def _of_all(self) -> list[View[E]]:
-        """Returns the views of the first shape, one a route."""
+        """Returns the views of the first shape, one a home."""
         return [view for passed, view in self._views.items() if passed.key is None and passed.iteration is None]
 
     def append(self, entries: Sequence[E]) -> None:
@@ -135,7 +170,7 @@ class Queue(Generic[E]):
                 filters = entry.filters
                 view = self._view(filters[shape]) if shape < len(filters) else None
             if view is not None:
-                view.entries[entry.order] = entry
+                view.arrived[entry.order] = entry
                 view.units += entry.units
 
     def _view(self, wanted: Filter) -> View[E]:
@@ -169,9 +204,13 @@ class Queue(Generic[E]):
                 filters = entry.filters
                 view = self._views[filters[shape]] if shape < len(filters) else None
             if view is not None:
-                del view.entries[entry.order]
+                try:
+                    del view.arrived[entry.order]
+                except KeyError:
+                    assert view.returned is not None
+                    del view.returned[entry.order]
                 view.units -= entry.units
-                if not view.entries:
+                if not view.arrived and not view.returned:
                     del self._views[filters[shape]]
 
     def num_views(self) -> int:

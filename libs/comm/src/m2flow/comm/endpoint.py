@@ -55,12 +55,12 @@ class Endpoint:
 
     `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
     run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way, and by
-    itself the memory of messages that have come and nobody receives, that of weights from other hosts that are kept for
-    this one, which beyond it are not kept, and that of what one peer has yet to take: beyond that the peer is lost. `connect_timeout_s` is how long a peer, a service
-    or a channel may take to appear; `tls` secures what crosses hosts. With `by_reference` a message to another such
-    endpoint of this process is the object itself, and so is an item of a channel whose host and consumers are all such;
-    without it the endpoint is as good as in another process. With `allow_pickle` what a peer on this host sent as
-    `Pickled` is unpickled here, which lets it run anything. Create it after forking, never before.
+    itself that of weights from other hosts which are kept for this one, the memory of messages that have come and
+    nobody receives, and of what one peer has yet to take: beyond that the peer is lost. `connect_timeout_s` is how long
+    a peer, a service or a channel may take to appear; `tls` secures what crosses hosts. With `by_reference` a message
+    to another such endpoint of this process is the object itself, and so is an item of a channel whose host and
+    consumers are all such; without it the endpoint is as good as in another process. With `allow_pickle` what a peer on
+    this host sent as `Pickled` is unpickled here, which lets it run anything. Create it after forking, never before.
 
     `max_payload_bytes` is the most that one payload may have which a peer sends: a call's tree, an item, a version of
     weights; and items that are put at once, as far as they lie in their message; 32 KiB at least. Of what is longer the
@@ -478,10 +478,10 @@ class Endpoint:
         `wanted` maps names to the boxes it wants; None is every tensor, whole. `bucket_bytes` is how much is loaded at
         a time, in whole wanted parts: one that is larger is a bucket of its own, so the largest of them bounds what a
         bucket costs. `first_source` says which source is asked first where several have the same part: give receivers
-        different ones, but those of one host the same where the sources are on others: what receivers of one host want
-        of such a source comes once, into memory that they share. With `delta` sources on other hosts send only the elements that changed since the version
-        prepared before, to the bit; that version is kept here, and at the source while it has room for two. Raises
-        ValueError where there are no sources.
+        different ones, but those of one host the same where the sources are on others. What they want of such a source
+        comes once, into memory that they share. With `delta` sources on other hosts send only the elements that changed
+        since the version prepared before, to the bit; that version is kept here, and at the source while it has room
+        for two. Raises ValueError where there are no sources.
         """
         return WeightReceiver(
             self._copies,

@@ -66,8 +66,8 @@ Plan = Mapping[str, _Wanted]
 class Prepared(NamedTuple):
     """A version that is complete and checked here: bytes, seconds to get it, seconds to check it.
 
-    `moved_bytes` of it came over a network to this receiver: fewer than `nbytes` where it is mapped, as also what another
-    receiver of this host has fetched is, or only changes were sent.
+    `moved_bytes` of it came over a network to this receiver: fewer than `nbytes` where only changes were sent, or where
+    it is mapped, as what another receiver of this host has fetched is too.
     """
 
     version: int

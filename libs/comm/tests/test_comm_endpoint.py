@@ -246,7 +246,7 @@ def test_another_version_is_refused_with_both_named(make_endpoint: Any, monkeypa
     a, b = make_endpoint("a"), make_endpoint("b")
     hello = a._fabric.identity.hello().replace(b"\x01" + _handshake.VERSION.encode(), b"\x01" + b"9", 1)
     monkeypatch.setattr(type(a._fabric.identity), "hello", lambda identity: hello)
-    with pytest.raises(CommError, match=r"version 2.*speaks version '9' and this end '2'"):
+    with pytest.raises(CommError, match=r"version 3.*speaks version '9' and this end '3'"):
         a.request("b", "x", "")
     assert b.name == "b"
 

@@ -351,20 +351,16 @@ class WeightReceiver:
         sizes = [move.box.num_elements() * int(plan[name].kind.itemsize) for name, move in moves]
         buckets = [moves[slice(*bounds)] for bounds in _runs(sizes, min(self._bucket_bytes, _FETCHED_BYTES))]
 
-        def ask(bucket: Sequence[tuple[str, _Move]]) -> tuple[bool, "Future[Tree]"]:
-            known = base is not None and not any(held(name, move.box, had)[1] for name, move in bucket)
-            args = (self._name, version, self._number, _bounds(bucket), base if known else None)
-            return known, self._asked(source, "slices", args, deadline)
-
-        def put(bucket: Sequence[tuple[str, _Move]], known: bool, answer: "Future[Tree]") -> bool:
-            came: list[tuple[Tree, int]] = self._answer(source, "slices", answer, deadline)
+        def put(bucket: Sequence[tuple[str, _Move]], base: int | None) -> bool:
+            args = (self._name, version, self._number, _bounds(bucket), base)
+            came = self._caller.request(source, SERVICE, "slices", args, timeout_s=deadline.left_s)
             self._moved_bytes += sum(int(found.nbytes) for found, _ in came)
             for (name, move), (found, expected) in zip(bucket, came, strict=True):
                 since = time.monotonic()
-                old = _put_together(move.box, held(name, move.box, had)[0]) if known else None
+                old = None if base is None else _put_together(move.box, held(name, move.box, had)[0])
                 array = _made(old, found, expected)
                 self._checking_s += time.monotonic() - since
-                if array is None and known:
+                if array is None and base is not None:
                     return False
                 if array is None:
                     raise self._altered(version, source, name)
@@ -372,10 +368,11 @@ class WeightReceiver:
             return True
 
         for bucket in buckets:
-            if not put(bucket, *ask(bucket)):
+            known = base is not None and not any(held(name, move.box, had)[1] for name, move in bucket)
+            if not put(bucket, base if known else None):
                 # What the source has as the base is another version than came by that number: it was started anew.
                 base = None
-                put(bucket, *ask(bucket))
+                put(bucket, base)
 
 
 def _covered(name: str, box: Box, layouts: Layouts) -> _Wanted:

@@ -1,7 +1,9 @@
 """Channels through real endpoints: blocking and async forms, memory, and what a consumer sees."""
 
 import asyncio
+import contextlib
 import gc
+import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -64,6 +66,32 @@ def test_items_that_a_ctrl_c_keeps_from_their_consumer_go_back_in_order(
     monkeypatch.setattr(Connection, "open", interrupted)
     with pytest.raises(KeyboardInterrupt):
         consumer.get_batch(2.0)
+    again = consumer.get_batch(3.0, timeout_s=5)
+    assert [lease.id for lease in again] == ["0", "1", "2"]
+    assert consumer.stats().leased == 3
+
+
+@pytest.mark.parametrize("place", [(socket.socket, "recvmsg_into"), (_lease.Asked, "_parse")])
+def test_an_answer_that_a_ctrl_c_ends_while_it_is_read_leaves_no_item_leased(
+    ends: Any, monkeypatch: pytest.MonkeyPatch, place: tuple[type, str]
+) -> None:
+    _, producer, consumer = ends
+    producer.put_many([Put(item=index, id=str(index)) for index in range(3)])
+    consumer.stats()  # from now on whoever waits reads
+    undisturbed = getattr(*place)
+
+    def interrupted(*args: Any) -> Any:
+        found = undisturbed(*args)
+        if threading.current_thread() is threading.main_thread():
+            monkeypatch.setattr(*place, undisturbed)
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(*place, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        consumer.get_batch(2.0)
+    with contextlib.suppress(PeerLostError):
+        consumer.stats()  # the connection may have ended
     again = consumer.get_batch(3.0, timeout_s=5)
     assert [lease.id for lease in again] == ["0", "1", "2"]
     assert consumer.stats().leased == 3

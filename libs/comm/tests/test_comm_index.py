@@ -545,6 +545,25 @@ def test_what_comes_back_again_and_again_keeps_its_place() -> None:
     assert q.get(40).ids == list(map(str, range(40)))
 
 
+@pytest.mark.parametrize("route", ["any", "by_key"])
+def test_what_comes_back_leaves_nothing_behind_once_it_is_taken(route: str) -> None:
+    q = Driver(route=route)
+    for index in range(20):
+        q.put(str(index), key=f"k{index}")
+        q.get(1, at_least=0)
+        q.die("c")
+        q.ack(q.get(1, by="d"), by="d")
+    q.end(0)
+    assert q.index.num_states() == 0
+
+
+def test_a_channel_full_of_what_came_back_gives_out_less_than_was_asked_for() -> None:
+    q = Driver(capacity=2)
+    q.put("1", "2")
+    q.ack(q.get(2), give_back=True)
+    assert q.get(3).ids == ["1", "2"]
+
+
 def test_a_route_puts_a_key_on_one_consumer_for_as_long_as_it_lives() -> None:
     q = Driver(route="by_key")
     assert len(q.keys_of("c")) > 0 < len(q.keys_of("d"))

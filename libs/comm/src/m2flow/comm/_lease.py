@@ -124,7 +124,11 @@ class Asked:
         except BaseException:
             self._withdraw()
             raise
-        return self._parse(body)
+        try:
+            return self._parse(body)
+        except KeyboardInterrupt:
+            self._withdraw()
+            raise
 
     async def wait_async(self) -> list[Lease]:
         """Like `wait`, on the running event loop."""

@@ -39,6 +39,10 @@ class Receiver:
             return
         except OSError as error:
             raise CommError(f"its connection failed: {error}") from error
+        except BaseException:
+            # A KeyboardInterrupt: nobody knows what was read, and whoever waits for it must be told.
+            connected.shutdown(socket.SHUT_RDWR)
+            raise
         taken = 0
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

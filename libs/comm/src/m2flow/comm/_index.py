@@ -121,10 +121,13 @@ class ChannelIndex:
         if self._homes is not None:
             wanted = wanted._replace(home=caller.member)
         get = Get(caller, wanted, weight, at_least, most_bytes)
-        if self._serve(get):
-            self._admit()
-        else:
+        given = self._serve(get)
+        if given is None:
             self._waiting.add(get)
+            return
+        if given and self._waiting.gets:
+            self._serve_some(self._left_by(given))
+        self._admit()
 
     def ack(self, session: Hashable, leases: Iterable[int], *, give_back: bool) -> None:
         """Ends leases for good, or gives their entries back. Unknown ones were given to others meanwhile: ignored."""
@@ -154,7 +157,7 @@ class ChannelIndex:
         """Lets a member leave; from one who is none, ends the channel for all."""
         owed = self.members.producers.get(caller.member)
         consumer = self.members.consumers.get(caller.member)
-        if owed is None and consumer is None:
+        if caller.member not in self.members.known:
             self.end_channel()
         for state in owed or ():
             state.closed = True
@@ -281,9 +284,9 @@ class ChannelIndex:
         while puts:
             entries = puts[0].entries
             room = self.capacity - len(self._queue) if self.capacity else len(entries)
-            touched = self._enqueue([entries.popleft() for _ in range(min(room, len(entries)))])
-            if self._waiting.gets and touched:
-                self._serve_some(touched)
+            fresh = self._enqueue([entries.popleft() for _ in range(min(room, len(entries)))])
+            if fresh and self._waiting.gets:
+                self._serve_some(self._passed_by(fresh))
             if not entries:
                 put = puts.popleft()
                 put.caller.answer((), None)
@@ -297,10 +300,9 @@ class ChannelIndex:
             drop(put.entries)
             put.caller.answer((), Refusal("ChannelClosedError", why))
 
-    def _enqueue(self, entries: Iterable[Entry]) -> set[Filter]:
-        """Queues entries but those seen already; returns the filters that the others pass, of who takes them."""
+    def _enqueue(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Queues entries but those seen already; returns the others."""
         homes = self._homes
-        touched: set[Filter] = set()
         filters: tuple[Filter, ...] = ()
         key, iteration = None, None
         fresh = self._fresh(entries)
@@ -308,13 +310,11 @@ class ChannelIndex:
             entry.order = order
             if entry.key != key or entry.iteration != iteration:
                 key, iteration = entry.key, entry.iteration
-                home = "" if homes is None else homes.of(key)
-                filters = filters_of(key, iteration, home)
-                touched.update(filters if homes is None else filters_of(key, iteration, homes.taker_of[home]))
+                filters = filters_of(key, iteration, "" if homes is None else homes.of(key))
             entry.filters = filters
         self._num_orders += len(fresh)
         self._queue.append(fresh)
-        return touched
+        return fresh
 
     def _fresh(self, entries: Iterable[Entry]) -> list[Entry]:
         """Counts entries, and drops those whose id was seen in their iteration."""
@@ -340,18 +340,41 @@ class ChannelIndex:
 
     # Taking.
 
+    def _passed_by(self, entries: Iterable[Entry]) -> set[Filter]:
+        """Returns what may be wanted by whoever takes some entries."""
+        homes = self._homes
+        found: set[Filter] = set()
+        filters: tuple[Filter, ...] = ()
+        for entry in entries:
+            # Those of one message mostly pass the same.
+            if entry.filters is not filters:
+                filters = entry.filters
+                taker = None if homes is None else homes.taker_of[filters[0].home]
+                found.update(filters if taker is None else filters_of(entry.key, entry.iteration, taker))
+        return found
+
+    def _left_by(self, given: Iterable[Entry]) -> Iterable[Filter]:
+        """Returns the wants that may be served now that entries were given: what is left may be all that comes."""
+        return list(self._waiting.gets) if 0 < self.capacity <= len(self._queue) else self._passed_by(given)
+
     def _serve_some(self, filters: Iterable[Filter], *, flush: bool = False) -> bool:
+        """Serves whom it can of those who want something, then those whom that has made servable."""
         served = False
-        # What is too little for one is too little for all who wait for as much of the same, however many there are.
-        too_much: dict[Filter, float] = {}
-        for get in self._waiting.in_order(filters):
-            if get.enough >= too_much.get(get.wanted, float("inf")):
-                continue
-            if self._serve(get, flush=flush):
-                self._waiting.remove(get)
-                served = True
-            else:
-                too_much[get.wanted] = get.enough
+        while filters:
+            given: list[Entry] = []
+            # What is too little for one is too little for all who wait for as much of the same, however many there are.
+            too_much: dict[Filter, float] = {}
+            for get in self._waiting.in_order(filters):
+                if get.enough >= too_much.get(get.wanted, float("inf")):
+                    continue
+                entries = self._serve(get, flush=flush)
+                if entries is None:
+                    too_much[get.wanted] = get.enough
+                else:
+                    self._waiting.remove(get)
+                    given += entries
+                    served = True
+            filters, flush = self._left_by(given) if given and self._waiting.gets else (), False
         return served
 
     def _settle(self) -> None:
@@ -362,18 +385,18 @@ class ChannelIndex:
     def _serve_all(self, *, flush: bool = False) -> bool:
         return self._serve_some(list(self._waiting.gets), flush=flush)
 
-    def _serve(self, get: Get, *, flush: bool = False) -> bool:
-        """Answers a get if it can be, with `flush` by what is there; says whether it did."""
+    def _serve(self, get: Get, *, flush: bool = False) -> Sequence[Entry] | None:
+        """Answers a get if it can be, with `flush` by what is there; returns what it gave, None where it cannot be."""
         queue, homes = self._queue, self._homes
         view = queue.view(get.wanted) if homes is None else queue.view_of(homes.taken_by[get.wanted.home], get.wanted)
         if view is None:
             refusal = self._nothing_comes(get.wanted)
             if refusal is None and get.at_least != 0:
-                return False
+                return None
             get.caller.answer((), refusal)
-            return True
+            return ()
         if view.weight < get.enough * (1 - SLACK) and not (flush or self._flushes(view, get.wanted)):
-            return False
+            return None
         entries = prefix(view, get.weight)
         if len(entries) * self._longest_bytes > get.most_bytes:
             entries = fitting(entries, get.most_bytes)
@@ -384,7 +407,7 @@ class ChannelIndex:
             held[lease] = entry
         self._num_leases += len(entries)
         get.caller.answer(entries, None)
-        return True
+        return entries
 
     def _flushes(self, view: View[Entry] | Merged[Entry], wanted: Filter) -> bool:
         """Says whether a view is given out although it holds less than was asked for: more may never come."""

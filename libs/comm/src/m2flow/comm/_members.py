@@ -42,6 +42,8 @@ class Members:
         # By the name of who puts: a successor has what it owes itself and what those owed that it follows.
         self.producers = {name: [Producer(name)] for name in producers}
         self.consumers = {name: Consumer() for name in consumers}
+        # All who are or have been members, those too whom a successor has followed.
+        self.known = {*self.producers, *self.consumers}
         self._all_owed = [owed for states in self.producers.values() for owed in states]
         # The connection that each was last heard on.
         self._sessions: dict[str, Hashable] = {}
@@ -120,6 +122,7 @@ class Members:
         """
         if lost not in self.producers:
             raise ValueError(f"got {lost!r} to be followed, want one of the producers {', '.join(self.producers)}")
+        self.known.add(successor)
         for state in self.producers[lost]:
             if state.lost:
                 state.names, state.lost = [successor], False

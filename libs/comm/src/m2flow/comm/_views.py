@@ -77,7 +77,7 @@ class View(Generic[E]):
         """Puts entries back, in order; of what came back before it moves what lies between them and an end."""
         queued = self.returned = self.returned or OrderedDict()
         first, last = entries[0].order, entries[-1].order
-        from_start = not queued or last - next(iter(queued)) < next(reversed(queued)) - first
+        from_start = bool(queued) and last - next(iter(queued)) < next(reversed(queued)) - first
         if from_start:
             moved = list(takewhile(lambda order: order < last, queued))
         else:
@@ -85,9 +85,10 @@ class View(Generic[E]):
         for entry in entries:
             queued[entry.order] = entry
             self.units += entry.units
-            moved.append(entry.order)
-        for order in sorted(moved, reverse=from_start):
-            queued.move_to_end(order, last=not from_start)
+        if from_start or moved:
+            moved += [entry.order for entry in entries]
+            for order in sorted(moved, reverse=from_start):
+                queued.move_to_end(order, last=not from_start)
 
 
 class Merged(Generic[E]):

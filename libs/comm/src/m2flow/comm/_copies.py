@@ -112,7 +112,8 @@ class Copies:
             if request.method == "copy":
                 self._pool.hold(copies[number].slot)
                 return copies[number]
-        self._forget(file)
+            forgotten = self._taken(file)
+        _let_go(forgotten)
         return None
 
     def begin(self, file: str, stamp: int) -> None:
@@ -155,8 +156,12 @@ class Copies:
 
     def _forget(self, file: str) -> None:
         with self._lock:
-            copies = [*self._kept.pop(file, (0, []))[1], *self._old.pop(file, [])]
-        _let_go(copies)
+            forgotten = self._taken(file)
+        _let_go(forgotten)
+
+    def _taken(self, file: str) -> list[Lend]:
+        """Takes out all that there is for a file; the lock is held."""
+        return [*self._kept.pop(file, (0, []))[1], *self._old.pop(file, [])]
 
 
 def _let_go(copies: Iterable[Lend]) -> None:
@@ -187,6 +192,7 @@ class Draft:
         if self.kept is None:
             return
         self._data = self.kept.slot.view(encoded.size_bytes)
+        self._address = int(self._data.ctypes.data)
         self._data[: len(encoded.head)] = np.frombuffer(encoded.head, np.uint8)
         self._digests = self._data[digests.offset_bytes :][: digests.size_bytes].view(np.uint32)
         self._data[numbers.offset_bytes :][: numbers.size_bytes].view(np.int64)[:] = boxes
@@ -204,7 +210,7 @@ class Draft:
         found = bytes_of(array)
         if found.nbytes != size:
             raise PayloadError(f"weights: got {found.nbytes} bytes of {name!r}, want {size}")
-        self._copy(self._data.ctypes.data + start, found.ctypes.data, size)
+        self._copy(self._address + start, found.ctypes.data, size)
         self._digests[number] = expected
 
 
@@ -294,9 +300,11 @@ class Turn:
         self._write()
         for endpoint, number in there:
             if stamp != self._stamp:
-                with contextlib.suppress(CommError):
-                    args = (self._path.name, stamp, number)
-                    self._copies.caller.request_async(endpoint, SERVICE, "forget", args, timeout_s=0.0)
+                # What this endpoint kept of it is withdrawn already.
+                if endpoint != self._copies.caller.name:
+                    with contextlib.suppress(CommError):
+                        args = (self._path.name, stamp, number)
+                        self._copies.caller.request_async(endpoint, SERVICE, "forget", args, timeout_s=0.0)
                 continue
             try:
                 self._map(endpoint, number)
@@ -315,7 +323,8 @@ class Turn:
         for name, array, expected in zip(tree["names"], tree["arrays"], tree["digests"].tolist(), strict=True):
             ndim = next(numbers)
             box = Box(tuple(itertools.islice(numbers, ndim)), tuple(itertools.islice(numbers, ndim)))
-            if any(box == one or overlap(box, one) for one in self._wanted.get(name, ())):
+            wanted = self._wanted.get(name, ())
+            if box in wanted or any(overlap(box, one) for one in wanted):
                 found[name][box] = array
                 if endpoint != self._copies.caller.name:
                     self._unchecked[endpoint].append((name, array, expected))
@@ -323,8 +332,9 @@ class Turn:
             self.mapped.append(found)
 
     def _ask(self, endpoint: str, method: str, args: Tree) -> Tree:
-        left_s = self._deadline.left_s
-        timeout_s = _PATIENCE_S if left_s is None else min(left_s, _PATIENCE_S)
+        timeout_s = self._deadline.left_s
+        if endpoint != self._copies.caller.name:
+            timeout_s = _PATIENCE_S if timeout_s is None else min(timeout_s, _PATIENCE_S)
         return self._copies.caller.request(endpoint, SERVICE, method, args, timeout_s=timeout_s)
 
     def _is_there(self, endpoint: str) -> bool:
@@ -340,7 +350,7 @@ class Turn:
 
     def _locked(self) -> FileIO | None:
         """Returns the file, locked; None where that cannot be."""
-        looked = time.monotonic()
+        looked, stopped = time.monotonic(), None
         while True:
             try:
                 file, leader = _try_lock(self._path)
@@ -351,12 +361,17 @@ class Turn:
             if self._deadline.left_s == 0:
                 peer, elapsed_s = leader or "another receiver of this host", self._deadline.elapsed_s
                 raise TimeoutError_(channel=f"{SERVICE}.turn", key=self._about, peer=peer, elapsed_s=elapsed_s)
-            if time.monotonic() - looked > _PATIENCE_S:
-                if (not leader or self._is_stopped(leader)) and self._deadline.left_s != 0:
-                    # It is left with this file, and others make another.
-                    with contextlib.suppress(OSError):
-                        self._path.unlink()
+            if leader == stopped:
+                # It is left with this file, and others make another.
+                with contextlib.suppress(OSError):
+                    self._path.unlink()
+                stopped = None
+            elif time.monotonic() - looked > _PATIENCE_S:
+                if not leader or self._is_stopped(leader):
+                    stopped = leader
                 looked = time.monotonic()
+                # Meanwhile another may have made one, which is not to be taken away.
+                continue
             time.sleep(_LOOK_S)
 
     def _write(self) -> None:

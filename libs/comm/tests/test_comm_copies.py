@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from m2flow.comm import Box, Endpoint, PayloadError, RemoteError, Shard, _copies, weights
+from m2flow.comm.payload import encode
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(60)]
 
@@ -359,6 +360,24 @@ def test_nobody_waits_for_one_that_is_closed_or_on_another_host(source: Source, 
     last.fetch_weights("t", "w", 1, timeout_s=10)
     assert time.monotonic() - since < 4
     assert {*source.asked} == {"r0", "r1", "r2"}
+
+
+@pytest.mark.parametrize("data", [b"", bytes(100), encode(("r0", 1)).to_bytes(), encode(5).to_bytes()])
+def test_a_file_that_says_something_else_says_nothing(
+    source: Source, near: Callable[..., Endpoint], run_dir: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    monkeypatch.setattr(_copies, "_PATIENCE_S", 0.2)
+    source.stage_weights("w", 1, full(1))
+    near("r0").fetch_weights("t", "w", 1, timeout_s=10)
+    (path,) = run_dir.glob("*.weights")
+    path.write_bytes(data)
+    near("r1").fetch_weights("t", "w", 1, timeout_s=10)
+    path.write_bytes(data)
+    with path.open() as file:
+        # Who has locked it cannot be asked.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        near("r2").fetch_weights("t", "w", 1, timeout_s=10)
+    assert source.asked == ["r0", "r1", "r2"]
 
 
 def test_a_file_that_was_taken_away_as_it_was_locked_is_not_the_file(

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from io import FileIO
 from pathlib import Path
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 
 from m2flow.comm._calls import Lend, Request
 from m2flow.comm._copying import copier
 from m2flow.comm._deadline import Deadline
+from m2flow.comm._registry import register
 from m2flow.comm._segments import Pool
 from m2flow.comm.errors import CommError, PayloadError, PeerLostError, TimeoutError_
 from m2flow.comm.payload import Tree, decode, encode
@@ -40,6 +41,15 @@ _PATIENCE_S = 5.0
 
 # Parts of tensors, by name and box.
 Parts = Mapping[str, Mapping[Box, Tree]]
+
+
+@register
+class Told(NamedTuple):
+    """What a file says: whose turn it is, the stamp of a version, and the copies of it, by endpoint and number."""
+
+    leader: str = ""
+    stamp: int = 0
+    copies: Sequence[tuple[str, int]] = ()
 
 
 class Caller(Protocol):
@@ -294,8 +304,8 @@ class Turn:
 
     def _find(self, file: FileIO) -> None:
         """Maps what there is of the version; what there is of another is of no use any more."""
-        _, stamp, there = _read(file)
-        there = [(endpoint, number) for endpoint, number in there if self._is_there(endpoint)]
+        _, stamp, copies = _read(file)
+        there = [(endpoint, number) for endpoint, number in copies if self._is_there(endpoint)]
         self._there = list(there) if stamp == self._stamp else []
         self._write()
         for endpoint, number in there:
@@ -377,7 +387,7 @@ class Turn:
     def _write(self) -> None:
         """Says in the file whose turn it is and what there is. Where it cannot be written others find nothing."""
         assert self._file is not None
-        data = encode((self._copies.caller.name, self._stamp, self._there)).to_bytes()
+        data = encode(Told(self._copies.caller.name, self._stamp, self._there)).to_bytes()
         with contextlib.suppress(OSError):
             os.pwrite(self._file.fileno(), data, 0)
             os.ftruncate(self._file.fileno(), len(data))
@@ -401,7 +411,7 @@ def _try_lock(path: Path) -> tuple[FileIO | None, str]:
         locked = path.stat().st_ino == os.fstat(file.fileno()).st_ino
         return file if locked else None, ""
     except (BlockingIOError, FileNotFoundError):
-        return None, _read(file)[0]
+        return None, _read(file).leader
     finally:
         if not locked:
             file.close()
@@ -411,11 +421,10 @@ def _opener(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CREAT, 0o600)
 
 
-def _read(file: FileIO) -> tuple[str, int, list[tuple[str, int]]]:
-    """Returns whose turn it is, the stamp of a version, and the copies of it, by endpoint and number."""
+def _read(file: FileIO) -> Told:
+    """Returns what a file says: nothing where nobody has written it yet, or not to its end, or another release has."""
     try:
-        found: tuple[str, int, list[tuple[str, int]]] = decode(os.pread(file.fileno(), 1 << 20, 0))
+        found = decode(os.pread(file.fileno(), 1 << 20, 0))
     except PayloadError:
-        # Nobody has written it yet, or not to its end.
-        return "", 0, []
-    return found
+        return Told()
+    return found if isinstance(found, Told) else Told()

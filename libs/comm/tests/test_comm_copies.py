@@ -498,14 +498,16 @@ def test_a_copy_is_checked_whole_at_first_and_an_eighth_of_it_later(
     assert len(checked) == 16 + 2 + 2
 
 
-def test_a_copy_that_was_altered_is_refused(source: Source, near: Callable[..., Endpoint]) -> None:
+def test_a_copy_that_was_altered_is_refused_and_fetched_anew(source: Source, near: Callable[..., Endpoint]) -> None:
     source.stage_weights("w", 1, full(1))
-    first = near("r0")
+    first, second = near("r0"), near("r1")
     first.fetch_weights("t", "w", 1, timeout_s=10)
-    ((_, (kept,)),) = first._copies._kept.values()
+    kept = the_copy(first)
     kept.slot.view(kept.size_bytes)[-1] += 1
     with pytest.raises(PayloadError, match="weights 'w' of 't' from 'r0': '3' has another digest"):
-        near("r1").fetch_weights("t", "w", 1, timeout_s=10)
+        second.fetch_weights("t", "w", 1, timeout_s=10)
+    assert second.fetch_weights("t", "w", 1, timeout_s=10)["3"][-1] == 1
+    assert source.asked == ["r0", "r1"]
 
 
 def test_a_copy_of_another_life_of_the_source_is_no_copy(tmp_path: Path, make_endpoint: Any) -> None:

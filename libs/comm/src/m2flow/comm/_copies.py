@@ -113,15 +113,15 @@ class Copies:
         """Answers "copy", which gives one, and "forget"; "here" says that this process is not stopped."""
         if request.method == "here":
             return None
-        number: int
-        file, stamp, number = request.args
+        file, stamp, *which = request.args
         with self._lock:
             kept_stamp, copies = self._kept.get(file, (0, []))
             if kept_stamp != stamp:
                 raise LookupError("what was fetched of that version is not kept here any more")
             if request.method == "copy":
-                self._pool.hold(copies[number].slot)
-                return copies[number]
+                found: Lend = copies[which[0]]
+                self._pool.hold(found.slot)
+                return found
             forgotten = self._taken(file)
         _let_go(forgotten)
         return None
@@ -295,6 +295,8 @@ class Turn:
             count = self._copies.num_checks[self._path.name, endpoint]
             for name, array, expected in mapped[count % SAMPLE :: SAMPLE] if count else mapped:
                 if digest(array) != expected:
+                    # So that it is fetched when it is prepared again.
+                    self._have_forgotten(endpoint, self._stamp)
                     raise PayloadError(f"weights {self._about} from {endpoint!r}: {name!r} has another digest")
             self._copies.num_checks[self._path.name, endpoint] += 1
         return time.monotonic() - since
@@ -312,9 +314,7 @@ class Turn:
             if stamp != self._stamp:
                 # What this endpoint kept of it is withdrawn already.
                 if endpoint != self._copies.caller.name:
-                    with contextlib.suppress(CommError):
-                        args = (self._path.name, stamp, number)
-                        self._copies.caller.request_async(endpoint, SERVICE, "forget", args, timeout_s=0.0)
+                    self._have_forgotten(endpoint, stamp)
                 continue
             try:
                 self._map(endpoint, number)
@@ -346,6 +346,12 @@ class Turn:
         if endpoint != self._copies.caller.name:
             timeout_s = _PATIENCE_S if timeout_s is None else min(timeout_s, _PATIENCE_S)
         return self._copies.caller.request(endpoint, SERVICE, method, args, timeout_s=timeout_s)
+
+    def _have_forgotten(self, endpoint: str, stamp: int) -> None:
+        """Has an endpoint let go of its copies of a version; does not wait for it."""
+        with contextlib.suppress(CommError):
+            args = (self._path.name, stamp)
+            self._copies.caller.request_async(endpoint, SERVICE, "forget", args, timeout_s=0.0)
 
     def _is_there(self, endpoint: str) -> bool:
         """Says whether an endpoint is on this host and, as far as its socket tells, alive."""

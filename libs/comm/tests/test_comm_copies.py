@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from m2flow.comm import Box, Endpoint, PayloadError, RemoteError, Shard, _copies, weights
+from m2flow.comm import Box, CommError, Endpoint, PayloadError, RemoteError, Shard, _copies, weights
 from m2flow.comm.payload import encode
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(60)]
@@ -378,6 +378,31 @@ def test_a_file_that_says_something_else_says_nothing(
         fcntl.flock(file, fcntl.LOCK_EX)
         near("r2").fetch_weights("t", "w", 1, timeout_s=10)
     assert source.asked == ["r0", "r1", "r2"]
+
+
+def test_who_waits_for_its_turn_ends_with_its_endpoint(source: Source, near: Callable[..., Endpoint]) -> None:
+    source.stage_weights("w", 1, full(1))
+    source.gate.clear()
+    endpoints = [near("r0"), near("r1")]
+    errors: list[str] = []
+
+    def prepare(endpoint: Endpoint) -> None:
+        try:
+            endpoint.weight_receiver("w", sources=["t"]).prepare(1, timeout_s=20)
+        except CommError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=prepare, args=(endpoint,)) for endpoint in endpoints]
+    threads[0].start()
+    assert source.came.acquire(timeout=10)
+    threads[1].start()
+    time.sleep(0.2)
+    endpoints[1].close()
+    threads[1].join(2)
+    assert errors == ["endpoint 'r1' is closed"]
+    source.gate.set()
+    threads[0].join(10)
+    assert len(errors) == 1
 
 
 def test_a_file_that_was_taken_away_as_it_was_locked_is_not_the_file(

@@ -93,7 +93,7 @@ class Copies:
     """The copies that an endpoint keeps for others of its host, each until another version takes its place.
 
     They are no part of the pool's quota, as nobody who waits for room could let go of them: together they have at most
-    `limit_bytes` of their own.
+    `limit_bytes` of their own. Memory of a version before, which is read still or waits for the next, comes on top.
     """
 
     def __init__(self, caller: Caller, directory: Path, pool: Pool, limit_bytes: int) -> None:
@@ -101,6 +101,7 @@ class Copies:
         self.directory = directory.absolute()
         # How often a copy that an endpoint keeps was checked, by file and endpoint.
         self.num_checks: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self.closed = False
         self._pool = pool
         self._limit_bytes = limit_bytes
         # By file, a version's stamp and the copies of it.
@@ -160,7 +161,8 @@ class Copies:
             self._forget(file)
 
     def close(self) -> None:
-        """Keeps nothing any more; readers keep what they hold."""
+        """Keeps nothing any more, and nobody waits for a turn; readers keep what they hold."""
+        self.closed = True
         for file in {*self._kept, *self._old}:
             self._forget(file)
 
@@ -227,8 +229,8 @@ class Draft:
 class Turn:
     """A receiver's turn at a version: `mapped` is what there is on this host of what it wants, by name and box.
 
-    To enter it blocks while another has its turn, and raises TimeoutError_ naming that one. Where no file can be locked
-    nothing is found, and what is fetched stays with its receiver.
+    To enter it blocks while another has its turn, and raises TimeoutError_ naming that one, or CommError where its own
+    endpoint is closed. Where no file can be locked nothing is found, and what is fetched stays with its receiver.
     """
 
     def __init__(
@@ -377,6 +379,8 @@ class Turn:
             if self._deadline.left_s == 0:
                 peer, elapsed_s = leader or "another receiver of this host", self._deadline.elapsed_s
                 raise TimeoutError_(channel=f"{SERVICE}.turn", key=self._about, peer=peer, elapsed_s=elapsed_s)
+            if self._copies.closed:
+                raise CommError(f"endpoint {self._copies.caller.name!r} is closed")
             if leader == stopped:
                 # It is left with this file, and others make another.
                 with contextlib.suppress(OSError):

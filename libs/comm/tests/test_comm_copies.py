@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from m2flow.comm import Box, Endpoint, PayloadError, RemoteError, Shard, _copies, weights
+from m2flow.comm import Box, CommError, Endpoint, PayloadError, RemoteError, Shard, _copies, weights
+from m2flow.comm.payload import encode
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(60)]
 
@@ -19,13 +20,13 @@ pytestmark = [pytest.mark.medium, pytest.mark.timeout(60)]
 class Source(Endpoint):
     """A source in a directory of its own; what it is asked for waits while `gate` is closed."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, address: str = "127.0.0.1:0") -> None:
         super().__init__(directory, "t", token="token-of-this-run")
         self.gate = threading.Event()
         self.gate.set()
         self.asked: list[str] = []
         self.came = threading.Semaphore(0)
-        self.at = self.listen("127.0.0.1:0")
+        self.at = self.listen(address)
         answer = self._calls._handlers["m2flow.weights"]
 
         def wait(request: Any) -> Any:
@@ -233,6 +234,51 @@ def test_a_stopped_receiver_is_named_and_after_a_while_left_alone(source: Source
     assert receiver("r2", "say(get(1)[0])").line() == "0"
 
 
+def test_those_that_wait_for_a_stopped_one_follow_one_of_them(source: Source, receiver: Callable[..., Any]) -> None:
+    source.stage_weights("w", 1, full(1))
+    source.gate.clear()
+    stopped = receiver("r0", "say(get(1)[0])\n    time.sleep(60)")
+    assert source.came.acquire(timeout=20)
+    stopped.process.send_signal(signal.SIGSTOP)
+    text = """
+    _copies._PATIENCE_S = 0.5
+    say("up")
+    sys.stdin.readline()
+    say(get(1)[0])
+    time.sleep(60)
+    """
+    waiting = [receiver(f"r{rank}", text) for rank in (1, 2, 3)]
+    assert [process.line() for process in waiting] == ["up"] * 3
+    for process in waiting:
+        # One by one, so that each finds it stopped when the one before is fetching already.
+        go(process)
+        time.sleep(0.1)
+    assert source.came.acquire(timeout=20)
+    time.sleep(0.5)
+    source.gate.set()
+    assert sorted(int(process.line()) for process in waiting) == [0, 0, 1 << 22]
+
+
+def test_receivers_that_prepare_on_all_threads_of_an_endpoint_wait_for_none(
+    source: Source, near: Callable[..., Endpoint]
+) -> None:
+    source.stage_weights("w", 1, full(1))
+    endpoint, caller = near("r0"), near("r1")
+    receivers = [endpoint.weight_receiver("w", sources=["t"]) for _ in range(8)]
+    together = threading.Barrier(8)
+
+    def prepare(request: Any) -> int:
+        together.wait(10)
+        return receivers[int(request.method)].prepare(1, timeout_s=20).moved_bytes
+
+    since = time.monotonic()
+    for rank in range(8):
+        endpoint.handle(f"prepare {rank}", prepare)
+    asked = [caller.request_async("r0", f"prepare {rank}", f"{rank}") for rank in range(8)]
+    assert sorted(each.result(20) for each in asked) == [0] * 7 + [1 << 22]
+    assert time.monotonic() - since < 5
+
+
 def test_what_was_mapped_outlives_whoever_fetched_it(source: Source, receiver: Callable[..., Any]) -> None:
     source.stage_weights("w", 1, full(1))
     fetched = receiver("r0", "say(get(1)[0])\n    time.sleep(60)")
@@ -314,6 +360,49 @@ def test_nobody_waits_for_one_that_is_closed_or_on_another_host(source: Source, 
     last.fetch_weights("t", "w", 1, timeout_s=10)
     assert time.monotonic() - since < 4
     assert {*source.asked} == {"r0", "r1", "r2"}
+
+
+@pytest.mark.parametrize("data", [b"", bytes(100), encode(("r0", 1)).to_bytes(), encode(5).to_bytes()])
+def test_a_file_that_says_something_else_says_nothing(
+    source: Source, near: Callable[..., Endpoint], run_dir: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    monkeypatch.setattr(_copies, "_PATIENCE_S", 0.2)
+    source.stage_weights("w", 1, full(1))
+    near("r0").fetch_weights("t", "w", 1, timeout_s=10)
+    (path,) = run_dir.glob("*.weights")
+    path.write_bytes(data)
+    near("r1").fetch_weights("t", "w", 1, timeout_s=10)
+    path.write_bytes(data)
+    with path.open() as file:
+        # Who has locked it cannot be asked.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        near("r2").fetch_weights("t", "w", 1, timeout_s=10)
+    assert source.asked == ["r0", "r1", "r2"]
+
+
+def test_who_waits_for_its_turn_ends_with_its_endpoint(source: Source, near: Callable[..., Endpoint]) -> None:
+    source.stage_weights("w", 1, full(1))
+    source.gate.clear()
+    endpoints = [near("r0"), near("r1")]
+    errors: list[str] = []
+
+    def prepare(endpoint: Endpoint) -> None:
+        try:
+            endpoint.weight_receiver("w", sources=["t"]).prepare(1, timeout_s=20)
+        except CommError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=prepare, args=(endpoint,)) for endpoint in endpoints]
+    threads[0].start()
+    assert source.came.acquire(timeout=10)
+    threads[1].start()
+    time.sleep(0.2)
+    endpoints[1].close()
+    threads[1].join(2)
+    assert errors == ["endpoint 'r1' is closed"]
+    source.gate.set()
+    threads[0].join(10)
+    assert len(errors) == 1
 
 
 def test_a_file_that_was_taken_away_as_it_was_locked_is_not_the_file(
@@ -434,14 +523,16 @@ def test_a_copy_is_checked_whole_at_first_and_an_eighth_of_it_later(
     assert len(checked) == 16 + 2 + 2
 
 
-def test_a_copy_that_was_altered_is_refused(source: Source, near: Callable[..., Endpoint]) -> None:
+def test_a_copy_that_was_altered_is_refused_and_fetched_anew(source: Source, near: Callable[..., Endpoint]) -> None:
     source.stage_weights("w", 1, full(1))
-    first = near("r0")
+    first, second = near("r0"), near("r1")
     first.fetch_weights("t", "w", 1, timeout_s=10)
-    ((_, (kept,)),) = first._copies._kept.values()
+    kept = the_copy(first)
     kept.slot.view(kept.size_bytes)[-1] += 1
     with pytest.raises(PayloadError, match="weights 'w' of 't' from 'r0': '3' has another digest"):
-        near("r1").fetch_weights("t", "w", 1, timeout_s=10)
+        second.fetch_weights("t", "w", 1, timeout_s=10)
+    assert second.fetch_weights("t", "w", 1, timeout_s=10)["3"][-1] == 1
+    assert source.asked == ["r0", "r1"]
 
 
 def test_a_copy_of_another_life_of_the_source_is_no_copy(tmp_path: Path, make_endpoint: Any) -> None:
@@ -454,3 +545,38 @@ def test_a_copy_of_another_life_of_the_source_is_no_copy(tmp_path: Path, make_en
                 found = receivers[rank].fetch_weights("t", "w", 5, timeout_s=10)
                 assert all(array.min() == array.max() == life for array in found.values())
             assert source.asked == [f"r{order[0]}"]
+
+
+@pytest.mark.parametrize("way", ["prepare", "stream"])
+def test_a_version_is_of_one_life_of_its_source(
+    tmp_path: Path, make_endpoint: Any, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    lives = [Source(tmp_path / "source")]
+    lives[0].stage_weights("w", 5, full(0))
+    endpoint = make_endpoint("r0")
+    endpoint.add_address("t", lives[0].at)
+    receiver = endpoint.weight_receiver("w", sources=["t"], bucket_bytes=1 << 20)
+    plan = receiver._plan
+
+    def restart_after(*args: Any) -> Any:
+        planned = plan(*args)
+        if len(lives) == 1:
+            lives[0].close()
+            lives.append(Source(tmp_path / "source", lives[0].at))
+            lives[1].stage_weights("w", 5, full(1))
+        return planned
+
+    def get() -> None:
+        if way == "prepare":
+            receiver.prepare(5, timeout_s=10)
+        else:
+            receiver.stream(5, lambda bucket: None, timeout_s=10)
+
+    monkeypatch.setattr(receiver, "_plan", restart_after)
+    try:
+        with pytest.raises(RemoteError, match="staged anew"):
+            get()
+        get()
+    finally:
+        for source in lives:
+            source.close()

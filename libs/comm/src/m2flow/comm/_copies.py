@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from io import FileIO
 from pathlib import Path
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 
 from m2flow.comm._calls import Lend, Request
 from m2flow.comm._copying import copier
 from m2flow.comm._deadline import Deadline
+from m2flow.comm._registry import register
 from m2flow.comm._segments import Pool
 from m2flow.comm.errors import CommError, PayloadError, PeerLostError, TimeoutError_
 from m2flow.comm.payload import Tree, decode, encode
@@ -40,6 +41,15 @@ _PATIENCE_S = 5.0
 
 # Parts of tensors, by name and box.
 Parts = Mapping[str, Mapping[Box, Tree]]
+
+
+@register
+class Told(NamedTuple):
+    """What a file says: whose turn it is, the stamp of a version, and the copies of it, by endpoint and number."""
+
+    leader: str = ""
+    stamp: int = 0
+    copies: Sequence[tuple[str, int]] = ()
 
 
 class Caller(Protocol):
@@ -83,7 +93,7 @@ class Copies:
     """The copies that an endpoint keeps for others of its host, each until another version takes its place.
 
     They are no part of the pool's quota, as nobody who waits for room could let go of them: together they have at most
-    `limit_bytes` of their own.
+    `limit_bytes` of their own. Memory of a version before, which is read still or waits for the next, comes on top.
     """
 
     def __init__(self, caller: Caller, directory: Path, pool: Pool, limit_bytes: int) -> None:
@@ -91,6 +101,7 @@ class Copies:
         self.directory = directory.absolute()
         # How often a copy that an endpoint keeps was checked, by file and endpoint.
         self.num_checks: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self.closed = False
         self._pool = pool
         self._limit_bytes = limit_bytes
         # By file, a version's stamp and the copies of it.
@@ -103,16 +114,17 @@ class Copies:
         """Answers "copy", which gives one, and "forget"; "here" says that this process is not stopped."""
         if request.method == "here":
             return None
-        number: int
-        file, stamp, number = request.args
+        file, stamp, *which = request.args
         with self._lock:
             kept_stamp, copies = self._kept.get(file, (0, []))
             if kept_stamp != stamp:
                 raise LookupError("what was fetched of that version is not kept here any more")
             if request.method == "copy":
-                self._pool.hold(copies[number].slot)
-                return copies[number]
-        self._forget(file)
+                found: Lend = copies[which[0]]
+                self._pool.hold(found.slot)
+                return found
+            forgotten = self._taken(file)
+        _let_go(forgotten)
         return None
 
     def begin(self, file: str, stamp: int) -> None:
@@ -149,14 +161,19 @@ class Copies:
             self._forget(file)
 
     def close(self) -> None:
-        """Keeps nothing any more; readers keep what they hold."""
+        """Keeps nothing any more, and nobody waits for a turn; readers keep what they hold."""
+        self.closed = True
         for file in {*self._kept, *self._old}:
             self._forget(file)
 
     def _forget(self, file: str) -> None:
         with self._lock:
-            copies = [*self._kept.pop(file, (0, []))[1], *self._old.pop(file, [])]
-        _let_go(copies)
+            forgotten = self._taken(file)
+        _let_go(forgotten)
+
+    def _taken(self, file: str) -> list[Lend]:
+        """Takes out all that there is for a file; the lock is held."""
+        return [*self._kept.pop(file, (0, []))[1], *self._old.pop(file, [])]
 
 
 def _let_go(copies: Iterable[Lend]) -> None:
@@ -187,6 +204,7 @@ class Draft:
         if self.kept is None:
             return
         self._data = self.kept.slot.view(encoded.size_bytes)
+        self._address = int(self._data.ctypes.data)
         self._data[: len(encoded.head)] = np.frombuffer(encoded.head, np.uint8)
         self._digests = self._data[digests.offset_bytes :][: digests.size_bytes].view(np.uint32)
         self._data[numbers.offset_bytes :][: numbers.size_bytes].view(np.int64)[:] = boxes
@@ -204,15 +222,15 @@ class Draft:
         found = bytes_of(array)
         if found.nbytes != size:
             raise PayloadError(f"weights: got {found.nbytes} bytes of {name!r}, want {size}")
-        self._copy(self._data.ctypes.data + start, found.ctypes.data, size)
+        self._copy(self._address + start, found.ctypes.data, size)
         self._digests[number] = expected
 
 
 class Turn:
     """A receiver's turn at a version: `mapped` is what there is on this host of what it wants, by name and box.
 
-    To enter it blocks while another has its turn, and raises TimeoutError_ naming that one. Where no file can be locked
-    nothing is found, and what is fetched stays with its receiver.
+    To enter it blocks while another has its turn, and raises TimeoutError_ naming that one, or CommError where its own
+    endpoint is closed. Where no file can be locked nothing is found, and what is fetched stays with its receiver.
     """
 
     def __init__(
@@ -279,6 +297,8 @@ class Turn:
             count = self._copies.num_checks[self._path.name, endpoint]
             for name, array, expected in mapped[count % SAMPLE :: SAMPLE] if count else mapped:
                 if digest(array) != expected:
+                    # So that it is fetched when it is prepared again.
+                    self._have_forgotten(endpoint, self._stamp)
                     raise PayloadError(f"weights {self._about} from {endpoint!r}: {name!r} has another digest")
             self._copies.num_checks[self._path.name, endpoint] += 1
         return time.monotonic() - since
@@ -288,15 +308,15 @@ class Turn:
 
     def _find(self, file: FileIO) -> None:
         """Maps what there is of the version; what there is of another is of no use any more."""
-        _, stamp, there = _read(file)
-        there = [(endpoint, number) for endpoint, number in there if self._is_there(endpoint)]
+        _, stamp, copies = _read(file)
+        there = [(endpoint, number) for endpoint, number in copies if self._is_there(endpoint)]
         self._there = list(there) if stamp == self._stamp else []
         self._write()
         for endpoint, number in there:
             if stamp != self._stamp:
-                with contextlib.suppress(CommError):
-                    args = (self._path.name, stamp, number)
-                    self._copies.caller.request_async(endpoint, SERVICE, "forget", args, timeout_s=0.0)
+                # What this endpoint kept of it is withdrawn already.
+                if endpoint != self._copies.caller.name:
+                    self._have_forgotten(endpoint, stamp)
                 continue
             try:
                 self._map(endpoint, number)
@@ -315,7 +335,8 @@ class Turn:
         for name, array, expected in zip(tree["names"], tree["arrays"], tree["digests"].tolist(), strict=True):
             ndim = next(numbers)
             box = Box(tuple(itertools.islice(numbers, ndim)), tuple(itertools.islice(numbers, ndim)))
-            if any(box == one or overlap(box, one) for one in self._wanted.get(name, ())):
+            wanted = self._wanted.get(name, ())
+            if box in wanted or any(overlap(box, one) for one in wanted):
                 found[name][box] = array
                 if endpoint != self._copies.caller.name:
                     self._unchecked[endpoint].append((name, array, expected))
@@ -323,9 +344,16 @@ class Turn:
             self.mapped.append(found)
 
     def _ask(self, endpoint: str, method: str, args: Tree) -> Tree:
-        left_s = self._deadline.left_s
-        timeout_s = _PATIENCE_S if left_s is None else min(left_s, _PATIENCE_S)
+        timeout_s = self._deadline.left_s
+        if endpoint != self._copies.caller.name:
+            timeout_s = _PATIENCE_S if timeout_s is None else min(timeout_s, _PATIENCE_S)
         return self._copies.caller.request(endpoint, SERVICE, method, args, timeout_s=timeout_s)
+
+    def _have_forgotten(self, endpoint: str, stamp: int) -> None:
+        """Has an endpoint let go of its copies of a version; does not wait for it."""
+        with contextlib.suppress(CommError):
+            args = (self._path.name, stamp)
+            self._copies.caller.request_async(endpoint, SERVICE, "forget", args, timeout_s=0.0)
 
     def _is_there(self, endpoint: str) -> bool:
         """Says whether an endpoint is on this host and, as far as its socket tells, alive."""
@@ -340,7 +368,7 @@ class Turn:
 
     def _locked(self) -> FileIO | None:
         """Returns the file, locked; None where that cannot be."""
-        looked = time.monotonic()
+        looked, stopped = time.monotonic(), None
         while True:
             try:
                 file, leader = _try_lock(self._path)
@@ -351,18 +379,25 @@ class Turn:
             if self._deadline.left_s == 0:
                 peer, elapsed_s = leader or "another receiver of this host", self._deadline.elapsed_s
                 raise TimeoutError_(channel=f"{SERVICE}.turn", key=self._about, peer=peer, elapsed_s=elapsed_s)
-            if time.monotonic() - looked > _PATIENCE_S:
-                if (not leader or self._is_stopped(leader)) and self._deadline.left_s != 0:
-                    # It is left with this file, and others make another.
-                    with contextlib.suppress(OSError):
-                        self._path.unlink()
+            if self._copies.closed:
+                raise CommError(f"endpoint {self._copies.caller.name!r} is closed")
+            if leader == stopped:
+                # It is left with this file, and others make another.
+                with contextlib.suppress(OSError):
+                    self._path.unlink()
+                stopped = None
+            elif time.monotonic() - looked > _PATIENCE_S:
+                if not leader or self._is_stopped(leader):
+                    stopped = leader
                 looked = time.monotonic()
+                # Meanwhile another may have made one, which is not to be taken away.
+                continue
             time.sleep(_LOOK_S)
 
     def _write(self) -> None:
         """Says in the file whose turn it is and what there is. Where it cannot be written others find nothing."""
         assert self._file is not None
-        data = encode((self._copies.caller.name, self._stamp, self._there)).to_bytes()
+        data = encode(Told(self._copies.caller.name, self._stamp, self._there)).to_bytes()
         with contextlib.suppress(OSError):
             os.pwrite(self._file.fileno(), data, 0)
             os.ftruncate(self._file.fileno(), len(data))
@@ -386,7 +421,7 @@ def _try_lock(path: Path) -> tuple[FileIO | None, str]:
         locked = path.stat().st_ino == os.fstat(file.fileno()).st_ino
         return file if locked else None, ""
     except (BlockingIOError, FileNotFoundError):
-        return None, _read(file)[0]
+        return None, _read(file).leader
     finally:
         if not locked:
             file.close()
@@ -396,11 +431,10 @@ def _opener(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CREAT, 0o600)
 
 
-def _read(file: FileIO) -> tuple[str, int, list[tuple[str, int]]]:
-    """Returns whose turn it is, the stamp of a version, and the copies of it, by endpoint and number."""
+def _read(file: FileIO) -> Told:
+    """Returns what a file says: nothing where nobody has written it yet, or not to its end, or another release has."""
     try:
-        found: tuple[str, int, list[tuple[str, int]]] = decode(os.pread(file.fileno(), 1 << 20, 0))
+        found = decode(os.pread(file.fileno(), 1 << 20, 0))
     except PayloadError:
-        # Nobody has written it yet, or not to its end.
-        return "", 0, []
-    return found
+        return Told()
+    return found if isinstance(found, Told) else Told()

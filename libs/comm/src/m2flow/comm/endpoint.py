@@ -113,7 +113,7 @@ class Endpoint:
         # What is fetched for the receivers of this host.
         limit_bytes = min(self._fabric.pool.quota_bytes, max_payload_bytes)
         self._copies = Copies(self, self.directory, self._fabric.pool, limit_bytes)
-        self._calls.add(_copies.SERVICE, self._copies.handle)
+        self._calls.add(_copies.SERVICE, self._copies.handle, prompt=True)
         mailbox = self._fabric.mailbox
         self._calls.add(
             _MAIL, lambda mail: mailbox.deliver(mail.peer, mail.method, mail.args, mail.held_bytes), prompt=True

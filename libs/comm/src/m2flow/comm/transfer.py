@@ -121,9 +121,10 @@ class WeightReceiver:
         """Gets and checks a version, beside the one that is served. Blocks until the sources have staged it.
 
         Raises ValueError naming a tensor or part that no source has, or a tensor whose shards are not of one dtype,
-        PayloadError for bytes that are not those that were staged, RemoteError for a version that is withdrawn, or that
-        a source on this host has only offered, PeerLostError or TimeoutError_ naming a source, or the endpoint that is
-        fetching the same for this host. Whatever it raises, the old version serves on.
+        PayloadError for bytes that are not those that were staged, RemoteError for a version that is withdrawn, that a
+        source which started anew has staged anew meanwhile, or that a source on this host has only offered,
+        PeerLostError or TimeoutError_ naming a source, or the endpoint that is fetching the same for this host.
+        Whatever it raises, the old version serves on.
         """
         deadline = Deadline(timeout_s)
         self._moved_bytes, self._checking_s = 0, 0.0
@@ -204,10 +205,10 @@ class WeightReceiver:
         return self._end(version)
 
     def _stream(self, version: int, load: Load, deadline: Deadline) -> None:
-        plan, _ = self._plan(version, deadline, {})
+        plan, stamps = self._plan(version, deadline, {})
         names = list(plan)
         runs = list(_runs([wanted.box.num_elements() * 8 for wanted in plan.values()], self._bucket_bytes))
-        ask = partial(self._ask, version, plan, deadline)
+        ask = partial(self._ask, version, stamps, plan, deadline)
         following = ask(names[slice(*runs[0])]) if runs else []
         for number, bounds in enumerate(runs):
             asked, following = following, []
@@ -247,14 +248,14 @@ class WeightReceiver:
         return self._bases.get(source, (None, ()))
 
     def _ask(
-        self, version: int, plan: Plan, deadline: Deadline, names: Sequence[str]
+        self, version: int, stamps: Mapping[str, int], plan: Plan, deadline: Deadline, names: Sequence[str]
     ) -> list[tuple[str, list[tuple[str, _Move]], "Future[Tree]"]]:
         """Asks each source for its pieces of these tensors. Blocks for a source that takes nothing."""
         asked = []
         for source in self._sources:
             moves = _moves_of(source, plan, names)
             if moves:
-                args = (self._name, version, self._number, _bounds(moves))
+                args = (self._name, version, self._number, stamps[source], _bounds(moves))
                 asked.append((source, moves, self._asked(source, "slices", args, deadline)))
         return asked
 
@@ -328,7 +329,7 @@ class WeightReceiver:
             ]
             if rest:
                 draft = turn.draft([(name, move.box, plan[name].kind) for name, move in rest])
-                self._fetch(source, version, rest, plan, draft, deadline)
+                self._fetch(source, version, stamp, rest, plan, draft, deadline)
                 turn.add(draft)
         self._checking_s += turn.check()
         if self._delta:
@@ -341,6 +342,7 @@ class WeightReceiver:
         self,
         source: str,
         version: int,
+        stamp: int,
         moves: Sequence[tuple[str, _Move]],
         plan: Plan,
         draft: Draft,
@@ -352,7 +354,7 @@ class WeightReceiver:
         buckets = [moves[slice(*bounds)] for bounds in _runs(sizes, min(self._bucket_bytes, _FETCHED_BYTES))]
 
         def put(bucket: Sequence[tuple[str, _Move]], base: int | None) -> bool:
-            args = (self._name, version, self._number, _bounds(bucket), base)
+            args = (self._name, version, self._number, stamp, _bounds(bucket), base)
             came = self._caller.request(source, SERVICE, "slices", args, timeout_s=deadline.left_s)
             self._moved_bytes += sum(int(found.nbytes) for found, _ in came)
             for (name, move), (found, expected) in zip(bucket, came, strict=True):

@@ -192,15 +192,15 @@ class WeightStore:
         if offered is not None:
             if method not in ("layout", "slices"):
                 raise ValueError(f"weights {name!r} version {version} are only offered: stream them, or stage them")
-            return _laid(offered) if method == "layout" else self._slices(name, offered["weights"], *slices)
+            return _laid(offered) if method == "layout" else self._slices(name, offered, *slices)
 
         def read(tree: Tree) -> Tree:
             if method == "layout":
                 return _laid(tree)
-            weights = decode(tree["weights"])
+            tree["weights"] = decode(tree["weights"])
             if method == "digests":
-                return {key: digest(value) for key, value in weights.items()}
-            return self._slices(name, weights, *slices)
+                return {key: digest(value) for key, value in tree["weights"].items()}
+            return self._slices(name, tree, *slices)
 
         return self._find(name, _Awaited(version, reader, None if method == "fetch" else read, Future()))
 
@@ -310,14 +310,19 @@ class WeightStore:
     def _slices(
         self,
         name: str,
-        weights: Mapping[str, Tree],
+        tree: Tree,
+        stamp: int,
         slices: Sequence[tuple[str, Sequence[tuple[int, int]]]],
         base: int | None = None,
     ) -> Tree:
         """Returns slices of a version's tensors, each with its digest.
 
-        Of a slice that has changed little since the version `base`, which the reader has, only the changes.
+        Of a slice that has changed little since the version `base`, which the reader has, only the changes. Raises
+        ValueError where the reader has the layout of another version by that number.
         """
+        if tree["stamp"] != stamp:
+            raise ValueError(f"weights {name!r}: got a version that was staged anew since its layout was read")
+        weights: Mapping[str, Tree] = tree["weights"]
         with self._lock:
             line = self._lines.get(name)
             older = None if line is None or base is None else line.staged.get(base)

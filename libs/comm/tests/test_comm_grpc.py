@@ -47,6 +47,17 @@ def test_calls_go_both_ways(hosts: Pair) -> None:
     assert b.request("a", "double", "", np.ones(1 << 20)).sum() == 2 << 20
 
 
+def test_an_endpoint_that_is_told_its_own_address_reaches_itself_within(hosts: Pair) -> None:
+    a, b = hosts
+    # Where nobody listens: what is told to all may be out of date.
+    a.add_address("a", "127.0.0.1:1")
+    a.handle("echo", lambda request: request.args)
+    assert a.request("a", "echo", "", 1, timeout_s=5) == 1
+    b.stage_weights("w", 1, {"x": np.arange(1 << 16)})
+    weights = a.fetch_weights("b", "w", 1, timeout_s=5)
+    assert np.array_equal(weights["x"], np.arange(1 << 16))
+
+
 def test_a_channel_crosses_hosts(hosts: Pair) -> None:
     a, b = hosts
     b.host_channel("q", capacity=4, producers=["a", "b"], consumers=["a", "b"])

@@ -203,6 +203,9 @@ class Fabric:
     def add_address(self, peer: str, address: str) -> None:
         """Dials a peer over gRPC at an address from now on, or with none through this host's directory again."""
         check_name(peer)
+        if peer == self.identity.name:
+            # It is here, wherever others find it.
+            return
         # Once closed it dials nobody.
         if address and not self._closed:
             self._remote()

@@ -163,7 +163,8 @@ class Endpoint:
     def add_address(self, peer: str, address: str) -> None:
         """Reaches a peer over gRPC at an address, instead of a socket in this host's directory. Does not block.
 
-        Without an address it is in the directory again. What is connected already stays so.
+        Without an address it is in the directory again. What is connected already stays so. This endpoint's own address
+        is not used: it reaches itself within its process.
         """
         self._fabric.add_address(peer, address)
 

@@ -154,21 +154,28 @@ def env_first(flow, env, policy):
 @pytest.mark.medium
 @pytest.mark.parametrize("program", [episodes, env_first], ids=["behind the head", "the head"])
 def test_episodes_that_die_with_their_process_are_counted_and_the_rest_go_on(program):
-    groups = {
-        "env": SyntheticEnvironment.group({"length": 5, "die_at": 1}, name="env", **KIND),
-        "policy": SyntheticPolicy.group({}, name="policy", **KIND),
-    }
-    graph = trace(program, groups, source_items=6)
-    cluster = Cluster.virtual(3)
-    plan = spatial_plan(graph, cluster, weights={"env": 2})
-    with launch_run(cluster, launcher="process") as session, Runtime(graph, plan, session) as runtime:
-        runtime.start()
-        results = [runtime.run(number, wave(number, 0)) for number in range(3)]
+    def run(die_at):
+        groups = {
+            # Steps take long enough for a reset to be committed before the death: else the episode would begin anew.
+            "env": SyntheticEnvironment.group({"length": 5, "die_at": die_at, "seconds": 0.05}, name="env", **KIND),
+            "policy": SyntheticPolicy.group({}, name="policy", **KIND),
+        }
+        graph = trace(program, groups, source_items=6)
+        cluster = Cluster.virtual(3)
+        plan = spatial_plan(graph, cluster, weights={"env": 2})
+        with launch_run(cluster, launcher="process") as session, Runtime(graph, plan, session) as runtime:
+            runtime.start()
+            return [runtime.run(number, wave(number, 0)) for number in range(3)]
+
+    results, undisturbed = run(1), run(None)
     # Rank 0 of two has the even places; those that were not over yet are lost, the odd ones go on.
     assert [len(results[0].outputs), len(results[2].outputs)] == [6, 6]
     assert 1 <= results[1].tombstones["died"] <= 3
     assert len(results[1].outputs) + results[1].tombstones["died"] == 6
     assert {(1,), (3,), (5,)} <= {item.seq for item in results[1].outputs}
+    for got, want in zip(results, undisturbed, strict=True):
+        actions = {item.id: item.fields["actions"] for item in want.outputs}
+        assert all(item.fields["actions"] == actions[item.id] for item in got.outputs)
 
 
 @pytest.mark.medium

@@ -119,7 +119,7 @@ class StageLoop:
     def _drop_orphans(self, chunk: Chunk) -> None:
         """Turns items whose episodes died with the process before this one into tombstones."""
         rounds = [chunk.round_of(item) for item in chunk.items]
-        lost = self._unit.orphans.among(self._iteration, chunk.items, rounds, enters=self._enters)
+        lost = self._unit.orphans.among(self._iteration, self._stage.name, chunk.items, rounds, enters=self._enters)
         if lost:
             chunk.items = [item for item in chunk.items if all(item is not gone for gone in lost)]
             chunk.dead += [item.as_tombstone(DIED) for item in lost]

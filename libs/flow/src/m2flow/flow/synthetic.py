@@ -245,7 +245,7 @@ class SyntheticEnvironment(Worker):
         time.sleep(float(self.config.get("seconds", 0.0)) + slow_s)
         stepped = [self._step(item) for item in items]
         dies = not self.context.rank and not self.context.attempt and items[0].iteration == self.config.get("die_at")
-        if dies and max(self._steps.values()) > 1:
+        if dies and any(self._steps[item.id] > 1 for item in items):
             os.kill(os.getpid(), signal.SIGKILL)
         return stepped
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from m2flow.comm import Box, CommError, Endpoint, PayloadError, RemoteError, Shard, _copies, weights
+from m2flow.comm._ledger import Ledger, Record
 from m2flow.comm.payload import encode
 
 pytestmark = [pytest.mark.medium, pytest.mark.timeout(60)]
@@ -416,11 +417,13 @@ def test_a_file_that_was_taken_away_as_it_was_locked_is_not_the_file(
 
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", taken_away)
-        assert _copies._try_lock(path) == (None, "")
-    first, _ = _copies._try_lock(path)
-    assert first is not None
-    assert _copies._try_lock(path) == (None, "")
-    first.close()
+        assert Ledger(path).try_lock() == ""
+    first = Ledger(path)
+    assert first.try_lock() is None
+    assert Ledger(path).try_lock() == ""
+    first.write(Record("r0"))
+    assert Ledger(path).try_lock() == "r0"
+    first.unlock()
 
 
 @pytest.mark.parametrize("why", ["quota", "payload", "file", "long names"])

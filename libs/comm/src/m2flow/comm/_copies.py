@@ -1,34 +1,31 @@
 """What several receivers of one host want of a source on another: one of them fetches it, the others map it.
 
-The endpoints of one host share the run's directory. A file in it, for each source and name of weights, says which of
-them keep copies of a version in shared memory. A receiver takes its turn by locking the file: it maps what there is of
-the version, fetches the rest into a copy of its own, and adds that. The turn of one that dies ends, as the kernel
-unlocks the file; one that is stopped in its turn is left with a file that nobody finds any more.
+The endpoints of one host share the run's directory. A ledger in it, for each source and name of weights, says which of
+them keep copies of a version in shared memory. A receiver takes its turn by locking it: it maps what there is of the
+version, fetches the rest into a copy of its own, and adds that. One that is stopped in its turn is left with a ledger
+that nobody finds any more.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
-import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from io import FileIO
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import Protocol, Self
 
 import numpy as np
 
 from m2flow.comm._calls import Lend, Request
 from m2flow.comm._copying import copier
 from m2flow.comm._deadline import Deadline
-from m2flow.comm._registry import register
+from m2flow.comm._ledger import Ledger, Record
 from m2flow.comm._segments import Pool
 from m2flow.comm.errors import CommError, PayloadError, PeerLostError, TimeoutError_
-from m2flow.comm.payload import Tree, decode, encode
+from m2flow.comm.payload import Tree, encode
 from m2flow.comm.resharding import Box, overlap, subtract
 from m2flow.comm.routing import Address, route
 from m2flow.comm.weights import SAMPLE, bytes_of, digest, new_empty
@@ -41,15 +38,6 @@ _PATIENCE_S = 5.0
 
 # Parts of tensors, by name and box.
 Parts = Mapping[str, Mapping[Box, Tree]]
-
-
-@register
-class Told(NamedTuple):
-    """What a file says: whose turn it is, the stamp of a version, and the copies of it, by endpoint and number."""
-
-    leader: str = ""
-    stamp: int = 0
-    copies: Sequence[tuple[str, int]] = ()
 
 
 class Caller(Protocol):
@@ -249,8 +237,8 @@ class Turn:
         self._wanted = wanted
         self._deadline = deadline
         spelt = f"{source}\0{name}".encode("utf-8", "surrogatepass")
-        self._path = copies.directory / f"{hashlib.blake2b(spelt, digest_size=16).hexdigest()}.weights"
-        self._file: FileIO | None = None
+        self._file = f"{hashlib.blake2b(spelt, digest_size=16).hexdigest()}.weights"
+        self._ledger = Ledger(copies.directory / self._file)
         # The copies there are, by endpoint and number.
         self._there: list[tuple[str, int]] = []
         self._draft: Draft | None = None
@@ -258,11 +246,11 @@ class Turn:
         self._unchecked: defaultdict[str, list[tuple[str, Tree, int]]] = defaultdict(list)
 
     def __enter__(self) -> Self:
-        self._file = self._locked()
+        self._lock()
         try:
-            self._copies.begin(self._path.name, self._stamp)
-            if self._file is not None:
-                self._find(self._file)
+            self._copies.begin(self._file, self._stamp)
+            if self._ledger.locked:
+                self._find()
         except BaseException:
             self._end()
             raise
@@ -281,7 +269,7 @@ class Turn:
         if draft.kept is None:
             self.mapped.append(draft.parts)
             return
-        number = self._copies.keep(self._path.name, self._stamp, draft.kept)
+        number = self._copies.keep(self._file, self._stamp, draft.kept)
         self._draft = None
         self._there.append((self._copies.caller.name, number))
         self._write()
@@ -294,21 +282,21 @@ class Turn:
         """
         since = time.monotonic()
         for endpoint, mapped in self._unchecked.items():
-            count = self._copies.num_checks[self._path.name, endpoint]
+            count = self._copies.num_checks[self._file, endpoint]
             for name, array, expected in mapped[count % SAMPLE :: SAMPLE] if count else mapped:
                 if digest(array) != expected:
                     # So that it is fetched when it is prepared again.
                     self._have_forgotten(endpoint, self._stamp)
                     raise PayloadError(f"weights {self._about} from {endpoint!r}: {name!r} has another digest")
-            self._copies.num_checks[self._path.name, endpoint] += 1
+            self._copies.num_checks[self._file, endpoint] += 1
         return time.monotonic() - since
 
     def _room_for(self, size_bytes: int) -> Lend | None:
-        return None if self._file is None else self._copies.room_for(self._path.name, size_bytes)
+        return self._copies.room_for(self._file, size_bytes) if self._ledger.locked else None
 
-    def _find(self, file: FileIO) -> None:
+    def _find(self) -> None:
         """Maps what there is of the version; what there is of another is of no use any more."""
-        _, stamp, copies = _read(file)
+        _, stamp, copies = self._ledger.read()
         there = [(endpoint, number) for endpoint, number in copies if self._is_there(endpoint)]
         self._there = list(there) if stamp == self._stamp else []
         self._write()
@@ -329,7 +317,7 @@ class Turn:
 
     def _map(self, endpoint: str, number: int) -> None:
         """Maps a copy, as far as it is wanted."""
-        tree = self._ask(endpoint, "copy", (self._path.name, self._stamp, number))
+        tree = self._ask(endpoint, "copy", (self._file, self._stamp, number))
         found: dict[str, dict[Box, Tree]] = defaultdict(dict)
         numbers = iter(tree["boxes"].tolist())
         for name, array, expected in zip(tree["names"], tree["arrays"], tree["digests"].tolist(), strict=True):
@@ -352,7 +340,7 @@ class Turn:
     def _have_forgotten(self, endpoint: str, stamp: int) -> None:
         """Has an endpoint let go of its copies of a version; does not wait for it."""
         with contextlib.suppress(CommError):
-            args = (self._path.name, stamp)
+            args = (self._file, stamp)
             self._copies.caller.request_async(endpoint, SERVICE, "forget", args, timeout_s=0.0)
 
     def _is_there(self, endpoint: str) -> bool:
@@ -366,25 +354,23 @@ class Turn:
             return True
         return False
 
-    def _locked(self) -> FileIO | None:
-        """Returns the file, locked; None where that cannot be."""
+    def _lock(self) -> None:
+        """Waits for the turn; goes on without where there can be no ledger."""
         looked, stopped = time.monotonic(), None
         while True:
             try:
-                file, leader = _try_lock(self._path)
+                leader = self._ledger.try_lock()
             except OSError:
-                return None
-            if file is not None:
-                return file
+                return
+            if leader is None:
+                return
             if self._deadline.left_s == 0:
                 peer, elapsed_s = leader or "another receiver of this host", self._deadline.elapsed_s
                 raise TimeoutError_(channel=f"{SERVICE}.turn", key=self._about, peer=peer, elapsed_s=elapsed_s)
             if self._copies.closed:
                 raise CommError(f"endpoint {self._copies.caller.name!r} is closed")
             if leader == stopped:
-                # It is left with this file, and others make another.
-                with contextlib.suppress(OSError):
-                    self._path.unlink()
+                self._ledger.leave()
                 stopped = None
             elif time.monotonic() - looked > _PATIENCE_S:
                 if not leader or self._is_stopped(leader):
@@ -395,46 +381,10 @@ class Turn:
             time.sleep(_LOOK_S)
 
     def _write(self) -> None:
-        """Says in the file whose turn it is and what there is. Where it cannot be written others find nothing."""
-        assert self._file is not None
-        data = encode(Told(self._copies.caller.name, self._stamp, self._there)).to_bytes()
-        with contextlib.suppress(OSError):
-            os.pwrite(self._file.fileno(), data, 0)
-            os.ftruncate(self._file.fileno(), len(data))
+        self._ledger.write(Record(self._copies.caller.name, self._stamp, self._there))
 
     def _end(self) -> None:
         if self._draft is not None and self._draft.kept is not None:
             _let_go([self._draft.kept])
-        self._copies.end(self._path.name)
-        if self._file is not None:
-            # A forked child may have its descriptor too.
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-            self._file.close()
-
-
-def _try_lock(path: Path) -> tuple[FileIO | None, str]:
-    """Returns a file, locked, or None and the endpoint that has it; raises OSError where there can be none."""
-    file, locked = FileIO(path, "r+", opener=_opener), False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Unless it has been taken away meanwhile: others would not find it.
-        locked = path.stat().st_ino == os.fstat(file.fileno()).st_ino
-        return file if locked else None, ""
-    except (BlockingIOError, FileNotFoundError):
-        return None, _read(file).leader
-    finally:
-        if not locked:
-            file.close()
-
-
-def _opener(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CREAT, 0o600)
-
-
-def _read(file: FileIO) -> Told:
-    """Returns what a file says: nothing where nobody has written it yet, or not to its end, or another release has."""
-    try:
-        found = decode(os.pread(file.fileno(), 1 << 20, 0))
-    except PayloadError:
-        return Told()
-    return found if isinstance(found, Told) else Told()
+        self._copies.end(self._file)
+        self._ledger.unlock()

@@ -339,7 +339,7 @@ def proofs(session: nox.Session) -> None:
 @nox.session(default=False)
 @timed
 def bench(session: nox.Session) -> None:
-    """A package's benchmarks as one table: nox -s bench -- PACKAGE [--json FILE]."""
+    """A package's benchmarks as one table: nox -s bench [--force-python PYTHON] -- PACKAGE [--json FILE]."""
     if not session.posargs or session.posargs[0] not in PACKAGES:
         session.error(f"got {session.posargs}, want one of {', '.join(PACKAGES)}, then perhaps --json FILE")
     package = PACKAGES[session.posargs[0]]

@@ -34,6 +34,7 @@ def main() -> int:
     if not scripts:
         parser.error(f"{options.package}/bench holds no script")
     rows = [row for script in scripts for row in rows_of(script)]
+    print(*sorted({f"on {row['machine']}" for row in rows}), sep="\n")
     print("  ".join(COLUMNS))
     for row in rows:
         print("  ".join(f"{row[c]:.4g}" if isinstance(row[c], float) else str(row[c]) for c in COLUMNS))

@@ -122,7 +122,7 @@ def test_a_signal_ends_the_run_within_five_seconds(
 
 
 def test_a_killed_worker_ends_the_run_with_its_name(start: Start, tmp_path: Path) -> None:
-    started = start("dies_at=3")
+    started = start("dies_at=20")
     workers = _children(started.pid)
     _, err = started.communicate(timeout=10)
     assert started.returncode == 1
@@ -130,7 +130,7 @@ def test_a_killed_worker_ends_the_run_with_its_name(start: Start, tmp_path: Path
     assert "SIGKILL" in err.splitlines()[0]
     assert any(f"(pid {pid})" in err.splitlines()[0] for pid in workers)
     _wait_gone(workers, 5)
-    assert latest_checkpoint(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / "step_2"
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints") == tmp_path / "run" / "checkpoints" / "step_18"
 
 
 def test_no_worker_outlives_a_killed_driver(start: Start, tmp_path: Path) -> None:

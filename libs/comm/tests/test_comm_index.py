@@ -424,9 +424,10 @@ def test_keys_and_iterations_leave_nothing_behind() -> None:
     assert len(q.index.members.producers["p"][0].ended) == 1
 
 
+@pytest.mark.medium
 def test_many_fresh_keys_leave_nothing_behind_and_their_ids_nothing_once_the_iteration_has_ended() -> None:
     # Of more keys than `filters_of` remembers.
-    q, keys = Driver(), range(5_000)
+    q, keys = Driver(), range(100_000)
     for index in keys:
         q.put(str(index), key=f"k{index}")
     for index in keys:

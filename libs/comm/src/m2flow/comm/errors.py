@@ -13,9 +13,21 @@
 """
 
 import errno
+from typing import Any
 
 
-class CommError(Exception):
+class _Error(Exception):
+    """An error that stays what it is when it is pickled or copied: it is not made anew from its words."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _blank, (type(self),), {**self.__dict__, "args": self.args}
+
+
+def _blank(kind: type[_Error]) -> _Error:
+    return kind.__new__(kind)
+
+
+class CommError(_Error):
     """Base of everything that m2flow.comm raises."""
 
 
@@ -87,7 +99,7 @@ class RemoteError(CommError):
         self.traceback = traceback
 
 
-class IterationEnded(Exception):
+class IterationEnded(_Error):
     """Every producer has ended the iteration, and nothing of it is queued."""
 
     def __init__(self, channel: str, iteration: int) -> None:

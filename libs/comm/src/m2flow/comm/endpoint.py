@@ -68,7 +68,7 @@ class Endpoint:
     more than 64 KiB longer, ends its connection before memory is made for it, as does what is above 4 GiB always.
 
     Raises ValueError for a name, token, directory or limit that will not do, CommError where a living endpoint has the
-    name.
+    name or the system refuses the directory.
     """
 
     def __init__(

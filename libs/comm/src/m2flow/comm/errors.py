@@ -4,6 +4,7 @@
     ├── PayloadError          a value that cannot be encoded, or bytes that are no payload
     ├── ChannelClosedError    the channel has ended and is drained
     ├── ChannelFullError      `put_nowait` found no room
+    ├── LeaseLostError        what was acknowledged had been given out again
     ├── PeerLostError         the other end's socket was closed by its death
     ├── TimeoutError_         nothing came in time (also a TimeoutError)
     └── RemoteError           the handler at the other end raised
@@ -12,9 +13,21 @@
 """
 
 import errno
+from typing import Any
 
 
-class CommError(Exception):
+class _Error(Exception):
+    """An error that stays what it is when it is pickled or copied: it is not made anew from its words."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _blank, (type(self),), {**self.__dict__, "args": self.args}
+
+
+def _blank(kind: type[_Error]) -> _Error:
+    return kind.__new__(kind)
+
+
+class CommError(_Error):
     """Base of everything that m2flow.comm raises."""
 
 
@@ -41,6 +54,17 @@ class ChannelFullError(CommError):
 
     def __init__(self, channel: str) -> None:
         super().__init__(f"channel {channel!r} is full: use put, which waits, or give it more capacity")
+        self.channel = channel
+
+
+class LeaseLostError(CommError):
+    """What a consumer acknowledged was leased over a connection that had ended, and is given out again."""
+
+    def __init__(self, channel: str, items: str) -> None:
+        super().__init__(
+            f"channel {channel!r}: got an acknowledgement of {items}, whose lease had ended with its connection: "
+            "it is given out again, so undo what it caused"
+        )
         self.channel = channel
 
 
@@ -75,7 +99,7 @@ class RemoteError(CommError):
         self.traceback = traceback
 
 
-class IterationEnded(Exception):
+class IterationEnded(_Error):
     """Every producer has ended the iteration, and nothing of it is queued."""
 
     def __init__(self, channel: str, iteration: int) -> None:

@@ -33,8 +33,8 @@ class RewardServer(algos_pb2_grpc.RewardServiceServicer):
 
     def __init__(self, rewarder: Rewarder, address: str, *, token: str, max_batches: int = 8) -> None:
         self._rewarder = rewarder
-        interceptors = [TokenInterceptor(token)]
-        self._server = grpc.server(ThreadPoolExecutor(max_batches), interceptors=interceptors, options=DIRECT)
+        threads = ThreadPoolExecutor(max_batches)
+        self._server = grpc.server(threads, interceptors=[TokenInterceptor(token)], options=DIRECT)
         algos_pb2_grpc.add_RewardServiceServicer_to_server(self, self._server)
         try:
             port = self._server.add_insecure_port(address)

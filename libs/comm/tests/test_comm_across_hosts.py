@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -157,6 +158,59 @@ def test_a_partition_is_named_at_both_ends_and_after_it_nothing_is_lost_or_doubl
     network.set(cut=False)
     assert line(a) == "done"
     assert line(b) == "True"
+
+
+PUT_HERE = """
+    endpoint.host_channel("q", capacity=16, producers=["b"], consumers=["a"])
+    say("up")
+    channel = endpoint.channel("q", host="b")
+    for index in range(300):
+        channel.put({"x": np.full(100, index)}, id=str(index))
+    channel.close()
+    time.sleep(60)
+"""
+TAKE_THERE = """
+    channel, done, committed, lost = endpoint.channel("q", host="b"), [], [], []
+    while True:
+        try:
+            got = channel.get(ack=done, timeout_s=3)
+        except ChannelClosedError:
+            break
+        except LeaseLostError:
+            lost, done = done, []
+            continue
+        except CommError:
+            time.sleep(0.2)
+            continue
+        committed += [lease.id for lease in done]
+        done = [got]
+        if got.id == "100" and not lost:
+            say("cut now")
+            sys.stdin.readline()
+        time.sleep(0.001)
+    committed += [lease.id for lease in done]
+    say(([lease.id for lease in lost], committed == [str(index) for index in range(300)]))
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("until_lost", [False, True], ids=["short", "until lost"])
+def test_what_a_consumer_commits_behind_a_partition_is_neither_lost_nor_doubled(hosts: Hosts, until_lost: bool) -> None:
+    network, start = hosts
+    b = start("b", PUT_HERE)
+    a = start("a", TAKE_THERE)
+    assert line(b) == "up"
+    assert line(a) == "cut now"
+    network.set(cut=True)
+    assert a.stdin is not None
+    a.stdin.write("go\n")
+    a.stdin.flush()
+    if until_lost:
+        assert {line(a), line(b)} == {"lost b", "lost a"}
+    else:
+        time.sleep(2)
+    network.set(cut=False)
+    assert line(a) == str((["100"] if until_lost else [], True))
 
 
 LIFE = """

@@ -137,6 +137,19 @@ def test_memory_is_not_used_again_while_any_view_of_it_is_kept(ends: Any) -> Non
     assert view.tolist() == [0, 0, 0, 0]
 
 
+def test_what_a_closed_reader_keeps_is_not_used_again(make_endpoint: Any) -> None:
+    host, producer, reader = make_endpoint("host"), make_endpoint("p"), make_endpoint("c")
+    host.host_channel("q", capacity=4, producers=["p"], consumers=["c", "host"])
+    puts, gets = producer.channel("q", host="host"), host.channel("q", host="host")
+    puts.put(np.full(100_000, -1), id="kept")
+    kept = reader.channel("q", host="host").get().item
+    reader.close()
+    for index in range(30):
+        puts.put(np.full(100_000, index), id=str(index))
+        gets.ack(gets.get())
+    assert (kept == -1).all()
+
+
 def test_data_goes_from_producer_to_consumer_directly(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     host, producer, consumer = ends
     sent_bytes = []

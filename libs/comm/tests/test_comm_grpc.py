@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import re
 import socket
 import subprocess
 import threading
@@ -307,10 +308,57 @@ def test_certificates_that_cannot_be_read_are_an_error_of_the_call(tmp_path: Pat
             a.request("b", "x", "", timeout_s=10)
 
 
-def test_a_second_listener_on_a_port_is_refused(hosts: Pair, tmp_path: Path) -> None:
-    _, b = hosts
-    with pytest.raises(CommError, match="cannot listen"):
-        b.listen("256.0.0.1:0")
+def test_a_second_listener_at_an_address_is_refused_and_the_first_goes_on(
+    hosts: Pair, peer: Callable[..., Any]
+) -> None:
+    a, b = hosts
+    b.handle("echo", lambda request: request.args)
+    address = a._fabric._addresses["b"]
+    text = f"""
+    try:
+        endpoint.listen({address!r})
+    except CommError as error:
+        say(error)
+    """
+    refused = rf"cannot listen at '{address}', (where somebody listens, )?want a p(ort|ath) of .*: "
+    assert re.match(refused, peer("another", text).line())
+    with pytest.raises(CommError, match=refused):
+        b.listen(address)
+    assert a.request("b", "echo", "", 1, timeout_s=5) == 1
+
+
+def test_a_socket_that_nobody_listens_at_any_more_is_taken_over(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "s"))
+    with Endpoint(tmp_path / "b", "b", token="t") as b, Endpoint(tmp_path / "a", "a", token="t") as a:
+        a.add_address("b", b.listen(f"unix:{tmp_path}/s"))
+        b.handle("echo", lambda request: request.args)
+        assert a.request("b", "echo", "", 1, timeout_s=5) == 1
+
+
+@pytest.mark.parametrize(
+    "address", ["", "127.0.0.1", "127.0.0.1:", "127.0.0.1:65536", "127.0.0.1:x", "::1:70", ":0", "unix:", "tcp://a:1"]
+)
+def test_an_address_without_a_port_that_can_be_is_refused(hosts: Pair, address: str) -> None:
+    a, b = hosts
+    refused = pytest.raises(ValueError, match=rf"got address '{address}', want HOST:PORT .*unix:PATH")
+    with refused:
+        b.listen(address)
+    if address:
+        # Without one a peer is in this host's directory.
+        with refused:
+            a.add_address("c", address)
+
+
+def test_a_proxy_is_not_asked_for_the_way_to_a_peer(hosts: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = hosts
+    b.handle("echo", lambda request: request.args)
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("grpc_proxy", "http_proxy", "https_proxy"):
+        # Where nobody listens.
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert a.request("b", "echo", "", 1, timeout_s=5) == 1
 
 
 def test_an_endpoint_listens_at_all_its_addresses_until_it_is_closed(tmp_path: Path) -> None:

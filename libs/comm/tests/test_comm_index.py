@@ -424,9 +424,10 @@ def test_keys_and_iterations_leave_nothing_behind() -> None:
     assert len(q.index.members.producers["p"][0].ended) == 1
 
 
+@pytest.mark.medium
 def test_many_fresh_keys_leave_nothing_behind_and_their_ids_nothing_once_the_iteration_has_ended() -> None:
     # Of more keys than `filters_of` remembers.
-    q, keys = Driver(), range(5_000)
+    q, keys = Driver(), range(100_000)
     for index in keys:
         q.put(str(index), key=f"k{index}")
     for index in keys:
@@ -806,3 +807,47 @@ def test_a_consumer_that_closes_gives_its_leases_back() -> None:
 def test_a_channel_that_cannot_be_is_refused(settings: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValueError, match=f"channel 'q': {fault}"):
         Driver(**settings)
+
+
+def test_what_is_acknowledged_after_its_lease_was_lost_is_told_once_and_given_out_again() -> None:
+    driver = Driver()
+    driver.put("a", "b")
+    leases = driver.get(2).leases
+    driver.die("c")
+    driver.index.ack("c", leases, give_back=False)
+    assert driver.get().answers == [([], Refusal("LeaseLostError", "'a' and 1 more"))]
+    again = driver.get(2)
+    assert again.ids == ["a", "b"]
+    # Acknowledged by another lease it is done, and nobody hears of the first one any more.
+    driver.ack(again)
+    driver.index.ack("c", leases, give_back=False)
+    driver.put("c")
+    assert driver.get().ids == ["c"]
+    assert driver.index.counts.acked == 2
+    driver.close()
+    assert driver.index.num_states() == 1
+
+
+def test_an_acknowledgement_over_a_new_connection_ends_a_lease_of_the_one_before() -> None:
+    driver = Driver()
+    driver.put("a")
+    leases = driver.get().leases
+    driver.index.ack("c anew", leases, give_back=False)
+    driver.die("c")
+    assert driver.index.counts.acked == 1
+    assert driver.index.num_queued == 0
+    # The host had heard of it, though not its answer.
+    driver.index.ack("c", leases, give_back=False)
+    driver.close()
+    assert driver.get().refused == "ChannelClosedError"
+
+
+@pytest.mark.timeout(10)
+def test_withdrawing_many_who_wait_takes_no_longer_for_each() -> None:
+    driver = Driver(capacity=1)
+    driver.put("full")
+    asked = [driver.put(str(number)) for number in range(20_000)]
+    asked += [driver.get(key=str(number)) for number in range(20_000)]
+    for request in range(driver.last_request(), driver.last_request() - len(asked), -1):
+        driver.index.cancel("p" if request <= len(asked) // 2 + 1 else "c", request)
+    assert {one.refused for one in asked} == {"TimeoutError_"}

@@ -111,7 +111,7 @@ class ChannelMachine(RuleBasedStateMachine):
 
     def waits_to_be_put(self, get: Get) -> bool:
         """Says whether something that a get could have was accepted and has no room yet."""
-        return any(self.may_have(get, entry) for put in self.index._waiting.puts for entry in put.entries)
+        return any(self.may_have(get, entry) for put in self.index._waiting.puts.values() for entry in put.entries)
 
     @rule(
         member=st.sampled_from(PRODUCERS * 3 + SPARES),
@@ -289,7 +289,7 @@ class ChannelMachine(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_dropped_once_and_only_when_nobody_will_take_it(self) -> None:
-        waiting = [entry for put in self.index._waiting.puts for entry in put.entries]
+        waiting = [entry for put in self.index._waiting.puts.values() for entry in put.entries]
         for entry in self.offered:
             memory: Any = entry.payload
             done = (entry.iteration, entry.id) in self.acked if entry.order else entry not in waiting

@@ -85,3 +85,8 @@ def test_a_server_needs_a_token_and_an_address() -> None:
         serve("127.0.0.1:0", token="")
     with pytest.raises(InputError, match="cannot be listened at"):
         serve("unix:/no/such/folder/socket", token="secret")
+
+
+def test_a_second_server_at_an_address_is_refused(address: str) -> None:
+    with pytest.raises(InputError, match=f"'{address}' cannot be listened at"):
+        serve(address, token="secret")

@@ -66,9 +66,22 @@ class TestRewardService(RewarderConformance):
         ):
             client.score(asked("four"))
 
-    def test_a_taken_address_is_refused(self) -> None:
-        with self.make(FailurePolicy("skip")) as client, pytest.raises(LaunchError, match="cannot listen at"):
-            RewardServer(client, "nowhere.invalid:70000", token="t")
+    @pytest.mark.parametrize("address", ["nowhere.invalid:70000", "of another service"])
+    def test_an_address_that_cannot_be_had_is_refused(self, address: str) -> None:
+        with RewardPool(OBEDIENT, policy=FailurePolicy("skip")) as pool:
+            other = RewardServer(pool, "127.0.0.1:0", token="t")
+            taken = other.address if address == "of another service" else address
+            with pytest.raises(LaunchError, match="cannot listen at"):
+                RewardServer(pool, taken, token="t")
+            other.close()
+
+    def test_a_proxy_is_not_asked_for_the_way_to_the_service(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("no_proxy", "no_grpc_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        # Where nobody listens.
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        with self.make(FailurePolicy("skip")) as client:
+            assert client.score(asked("four"))[0].score == 4.0
 
 
 def children(pid: int) -> list[int]:

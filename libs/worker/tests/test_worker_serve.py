@@ -131,6 +131,27 @@ def test_when_the_far_side_is_killed_the_run_fails_within_five_seconds() -> None
                 time.sleep(0.02)
 
 
+def test_a_proxy_is_not_asked_for_the_way_to_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    # Where nobody listens.
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with served(PROBE, "127.0.0.1:0", "t") as (_, address):
+        agents = {"robot-pc": AgentAddress(address, "t")}
+        with launch_run(ROBOT, launcher="inproc", agents=agents, on_log=lambda *_: None) as session:
+            group = session.start(Probe.group(device_kind="robot"), "label=robot")
+            assert group.echo(1).result(10) == [1]
+
+
+def test_serving_at_an_address_that_is_taken_is_refused() -> None:
+    with served(PROBE, "127.0.0.1:0", "t") as (_, address):
+        command = [sys.executable, "-m", "m2flow.worker", "serve", PROBE, "--address", address]
+        environment = {**os.environ, "M2FLOW_TOKEN": "t"}
+        answer = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30, check=False)
+    assert answer.returncode != 0
+    assert f"bind to address {address}" in answer.stderr
+
+
 def test_serving_without_a_token_is_refused() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "M2FLOW_TOKEN"}
     command = [sys.executable, "-m", "m2flow.worker", "serve", PROBE, "--address", "127.0.0.1:0"]

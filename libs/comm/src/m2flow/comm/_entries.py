@@ -36,6 +36,8 @@ class Entry:
     order: int = 0
     units: int = 0
     lease: int = 0
+    # The leases by which it was given to those who have gone with it.
+    lost: tuple[int, ...] = ()
     filters: tuple[Filter, ...] = ()
 
     @property

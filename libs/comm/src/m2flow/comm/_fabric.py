@@ -209,6 +209,7 @@ class Fabric:
         # Once closed it dials nobody.
         if address and not self._closed:
             self._remote()
+            self._grpc.check_address(address)
         with self._lock:
             if address:
                 self._addresses[peer] = address

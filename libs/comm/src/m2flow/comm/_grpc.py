@@ -7,6 +7,8 @@ thread with an event loop; frames are handed to the endpoint's io thread, a few 
 import asyncio
 import contextlib
 import logging
+import re
+import socket
 import threading
 from collections import deque
 from collections.abc import AsyncIterable, Callable, Coroutine
@@ -23,6 +25,7 @@ from m2flow.comm._handshake import VERSION
 from m2flow.comm._loop import Loop
 from m2flow.comm._replies import Awaited, nothing
 from m2flow.comm.errors import CommError
+from m2flow.comm.grpc_options import DIRECT
 from m2flow.comm.tls import Tls
 from m2flow.comm.token import TOKEN_KEY, same_token
 from m2flow.proto.comm.v1 import comm_pb2
@@ -37,6 +40,7 @@ _GOODBYE_TIMEOUT_S = 1.0
 _WORDS_TIMEOUT_S = 0.2
 _FIELD = b"\x0a"  # of `frames`, the one field of both messages
 _OPTIONS = (
+    *DIRECT,
     ("grpc.max_receive_message_length", CHUNK_BYTES + 64),
     ("grpc.max_send_message_length", CHUNK_BYTES + 64),
     # A network that swallows everything closes no socket: it is noticed by silence, where nothing else can tell.
@@ -48,6 +52,9 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
 )
+
+_ADDRESS = re.compile(r"unix:.+|(\[[^\[\]\s]+\]|[^:/\[\]\s]+):(?P<port>[0-9]{1,5})")
+_MAX_PORT = 65_535
 
 OnFrame = Callable[[Kind, int, bytes | bytearray, int | None], None]
 OnClosed = Callable[[str], None]
@@ -197,8 +204,9 @@ class Streams:
     def listen(self, address: str, accept: Callable[[], GrpcLink]) -> str:
         """Listens at "host:port" or "unix:path"; `accept` makes the link of each stream. Returns the address bound.
 
-        Raises CommError where it cannot bind. Blocks until it listens.
+        Raises ValueError for another address, CommError where it cannot bind. Blocks until it listens.
         """
+        check_address(address)
         return str(self._run(self._listen(address, accept)))
 
     def dial(self, address: str, link: GrpcLink) -> None:
@@ -233,10 +241,15 @@ class Streams:
         service, method = METHOD.strip("/").split("/")
         server = grpc.aio.server(options=_OPTIONS)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+        if address.startswith("unix:"):
+            _check_free(address)
         try:
             port = self._bind(server, address)
         except RuntimeError as error:
-            raise CommError(f"cannot listen at {address!r}: {error}") from error
+            # Which does not say why.
+            raise CommError(
+                f"cannot listen at {address!r}, want a port of this host that is free: port 0 is one ({error})"
+            ) from error
         await server.start()
         self._servers.append(server)
         return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
@@ -314,6 +327,32 @@ class Streams:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(server.stop(0.2) for server in self._servers))
+
+
+def check_address(address: str) -> None:
+    """Raises ValueError unless it is "host:port" or "unix:path": gRPC makes up a port that it is not given."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None or int(found["port"] or 0) > _MAX_PORT:
+        raise ValueError(
+            f"got address {address!r}, want HOST:PORT with a port of 0 to {_MAX_PORT}, an IPv6 HOST in brackets, or "
+            "unix:PATH"
+        )
+
+
+def _check_free(address: str) -> None:
+    """Raises CommError where somebody listens at a Unix socket: gRPC would take its path away from it."""
+    try:
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.setblocking(False)
+            caller.connect(address.removeprefix("unix:"))
+    except (FileNotFoundError, ConnectionRefusedError):
+        return
+    except BlockingIOError:
+        # It is behind with accepting.
+        pass
+    except OSError as error:
+        raise CommError(f"cannot listen at {address!r}: {error}") from error
+    raise CommError(f"cannot listen at {address!r}, where somebody listens, want a path of one's own: give another")
 
 
 async def _words(call: "grpc.aio.StreamStreamCall[Any, Any]") -> str:

@@ -6,7 +6,7 @@ the change can serve are served before the call returns, so that nobody sleeps b
 """
 
 import os
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -63,6 +63,10 @@ class ChannelIndex:
         self._queue: Queue[Entry] = Queue()
         self._waiting = Waiting()
         self._leases: dict[Hashable, dict[int, Entry]] = {}
+        # What is yet to be acknowledged, by the leases that ended with their connections.
+        self._lost: dict[int, Entry] = {}
+        # What a connection acknowledged by such a lease, until its next get is told.
+        self._void: dict[Hashable, list[Entry]] = {}
         self._num_orders = 0
         # Leases are numbered from anywhere: one of a channel that had this name before is none of this one's.
         self._num_leases = int.from_bytes(os.urandom(5), "little")
@@ -95,7 +99,7 @@ class ChannelIndex:
             return
         if size_bytes > self._longest_bytes:
             self._longest_bytes = size_bytes
-        self._waiting.puts.append(Put(caller, deque(entries)))
+        self._waiting.puts[caller.asked] = Put(caller, deque(entries))
         self._admit()
 
     def get(
@@ -114,6 +118,12 @@ class ChannelIndex:
         if caller.member not in self.members.consumers:
             caller.answer((), self._not_a("consumer", caller.member, self.members.consumers))
             return
+        if self._void and caller.session in self._void:
+            first, *others = self._void.pop(caller.session)
+            caller.answer(
+                (), Refusal("LeaseLostError", f"{first.id!r}" + (f" and {len(others)} more" if others else ""))
+            )
+            return
         if self.members.takes(caller.member, caller.session):
             self._share_out()
             # Who stood in for it may wait for nothing now.
@@ -129,12 +139,20 @@ class ChannelIndex:
             self._serve_some(self._left_by(given))
         self._admit()
 
-    def ack(self, session: Hashable, leases: Iterable[int], *, give_back: bool) -> None:
-        """Ends leases for good, or gives their entries back. Unknown ones were given to others meanwhile: ignored."""
+    def ack(self, session: Hashable, leases: Sequence[int], *, give_back: bool) -> None:
+        """Ends leases for good, or gives their entries back. Those that have ended already are ignored.
+
+        Where one had ended with its connection, and its entry is given out again, the next `get` is told.
+        """
         held = self._leases.get(session, {})
         entries = [entry for lease in leases if (entry := held.pop(lease, None)) is not None]
         if not held:
             self._leases.pop(session, None)
+        if len(entries) < len(leases):
+            entries += self._leased_before(leases)
+            void = [self._lost[lease] for lease in leases if lease in self._lost]
+            if void and not give_back:
+                self._void.setdefault(session, []).extend(void)
         if give_back:
             self._requeue(entries)
             self._settle()
@@ -175,33 +193,33 @@ class ChannelIndex:
 
     def cancel(self, session: Hashable, request: int) -> None:
         """Withdraws a request that waits, answering whom it waited for; one already answered is left alone."""
-        for put in self._waiting.puts:
-            if put.caller.session == session and put.caller.request == request:
-                self._waiting.puts.remove(put)
-                drop(put.entries)
-                put.caller.answer((), Refusal("TimeoutError_", peers=tuple(self.members.consumers)))
-                self._admit()
-                return
-        for get in self._waiting.of(session):
-            if get.caller.request == request:
-                self._waiting.remove(get)
-                # Where all is ended, those whose puts wait for room.
-                waited_for = self.members.owing(get.wanted.iteration) or [
-                    put.caller.member for put in self._waiting.puts
-                ]
-                get.caller.answer((), Refusal("TimeoutError_", peers=tuple(dict.fromkeys(waited_for))))
-                return
+        put = self._waiting.puts.pop((session, request), None)
+        get = self._waiting.asked.get((session, request))
+        if put is not None:
+            drop(put.entries)
+            put.caller.answer((), Refusal("TimeoutError_", peers=tuple(self.members.consumers)))
+            self._admit()
+        elif get is not None:
+            self._waiting.remove(get)
+            # Where all is ended, those whose puts wait for room.
+            waited_for = self.members.owing(get.wanted.iteration) or [
+                put.caller.member for put in self._waiting.puts.values()
+            ]
+            get.caller.answer((), Refusal("TimeoutError_", peers=tuple(dict.fromkeys(waited_for))))
 
     # What the owner says.
 
     def left(self, session: Hashable, member: str) -> None:
         """Notes that a connection is gone: its leases are given out again, in order."""
-        for put in [put for put in self._waiting.puts if put.caller.session == session]:
-            self._waiting.puts.remove(put)
-            drop(put.entries)
+        for put in [put for put in self._waiting.puts.values() if put.caller.session == session]:
+            drop(self._waiting.puts.pop(put.caller.asked).entries)
         for get in self._waiting.of(session):
             self._waiting.remove(get)
         self.members.left(member, session)
+        self._void.pop(session, None)
+        for lease, entry in self._leases.get(session, {}).items():
+            entry.lost = (*entry.lost, lease)
+            self._lost[lease] = entry
         self._takes_no_more(session)
         self._settle()
 
@@ -218,6 +236,7 @@ class ChannelIndex:
         self._queue.remove(everything)
         leased = [entry for held in self._leases.values() for entry in held.values()]
         self._leases.clear()
+        self._lost.clear()
         drop([*everything, *leased])
         self.end_channel()
 
@@ -245,11 +264,11 @@ class ChannelIndex:
 
     @property
     def num_waiting_gets(self) -> int:
-        return self._waiting.num_gets
+        return len(self._waiting.asked)
 
     def num_states(self) -> int:
-        """Returns how many views, iterations and waiters are remembered: what must not grow with use."""
-        return self._queue.num_views() + len(self._remaining) + len(self._waiting.gets)
+        """Returns how many views, iterations, waiters and lost leases are remembered: what must not grow with use."""
+        return self._queue.num_views() + len(self._remaining) + len(self._waiting.gets) + len(self._lost)
 
     # Putting.
 
@@ -282,21 +301,22 @@ class ChannelIndex:
         """Moves entries from those waiting to put into the queue while there is room, first come first."""
         puts = self._waiting.puts
         while puts:
-            entries = puts[0].entries
+            put = next(iter(puts.values()))
+            entries = put.entries
             room = self.capacity - len(self._queue) if self.capacity else len(entries)
             fresh = self._enqueue([entries.popleft() for _ in range(min(room, len(entries)))])
             if fresh and self._waiting.gets:
                 self._serve_some(self._passed_by(fresh))
             if not entries:
-                put = puts.popleft()
+                del puts[put.caller.asked]
                 put.caller.answer((), None)
             elif len(self._queue) >= self.capacity and not self._serve_all():
                 # Full. Whoever waits for more than there is takes what there is, or both would wait for ever.
                 return
 
     def _refuse_waiting_puts(self, why: str) -> None:
-        puts, self._waiting.puts = self._waiting.puts, deque()
-        for put in puts:
+        puts, self._waiting.puts = self._waiting.puts, OrderedDict()
+        for put in puts.values():
             drop(put.entries)
             put.caller.answer((), Refusal("ChannelClosedError", why))
 
@@ -414,7 +434,7 @@ class ChannelIndex:
         if self.closed or self.members.all_closed() or self.members.lost_owing(wanted.iteration):
             return True
         full = 0 < self.capacity <= len(self._queue)
-        if full and (len(view) == len(self._queue) or (self._waiting.puts and self._waiting.puts[0].entries)):
+        if full and (len(view) == len(self._queue) or any(put.entries for put in self._waiting.puts.values())):
             # Nothing comes in before somebody has taken something.
             return True
         if wanted.iteration is not None:
@@ -441,7 +461,7 @@ class ChannelIndex:
             wanted.key in (None, entry.key)
             and wanted.iteration in (None, entry.iteration)
             and (homes is None or not wanted.home or wanted.home == homes.taker_of[homes.of(entry.key)])
-            for put in self._waiting.puts
+            for put in self._waiting.puts.values()
             for entry in put.entries
         )
 
@@ -451,6 +471,10 @@ class ChannelIndex:
         """Lets others take what is for one who is gone, and queues what it has leased again."""
         self._share_out()
         self._requeue(list(self._leases.pop(session, {}).values()))
+
+    def _leased_before(self, leases: Iterable[int]) -> list[Entry]:
+        """Takes out what is leased over connections whose end nobody has noticed yet."""
+        return [held.pop(lease) for lease in leases for held in self._leases.values() if lease in held]
 
     def _share_out(self) -> None:
         if self._homes is not None:
@@ -470,6 +494,8 @@ class ChannelIndex:
         drop(entries)
         for entry in entries:
             self._remaining[entry.iteration] -= 1
+            for lease in entry.lost:
+                del self._lost[lease]
         for iteration in {entry.iteration for entry in entries}:
             self._forget_iteration(iteration)
 

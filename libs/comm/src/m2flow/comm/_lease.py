@@ -16,6 +16,7 @@ from m2flow.comm.errors import (
     ChannelFullError,
     CommError,
     IterationEnded,
+    LeaseLostError,
     PayloadError,
     PeerLostError,
     TimeoutError_,
@@ -230,6 +231,8 @@ class Asked:
                 return ChannelClosedError(self._channel, failure.message)
             case "ChannelFullError":
                 return ChannelFullError(self._channel)
+            case "LeaseLostError":
+                return LeaseLostError(self._channel, failure.message)
             case "PayloadError":
                 return PayloadError(f"channel {self._channel!r}: {failure.message}")
             case "PeerLostError":

@@ -28,6 +28,14 @@ class Caller(NamedTuple):
     request: int
     answer: Answer
 
+    @property
+    def asked(self) -> "Asked":
+        """What it asked for, as who withdraws it says."""
+        return self.session, self.request
+
+
+Asked = tuple[Hashable, int]
+
 
 @dataclass(slots=True, eq=False)
 class Put:
@@ -51,28 +59,28 @@ class Get:
 
 @dataclass(slots=True)
 class Waiting:
-    """Those who wait, by what they wait for; each also by its caller, so that it can be withdrawn."""
+    """Those who wait, in order, by what they asked for; those who take also by what they want."""
 
-    puts: deque[Put] = field(default_factory=deque)
+    puts: OrderedDict[Asked, Put] = field(default_factory=OrderedDict)
     gets: dict[Filter, OrderedDict[int, Get]] = field(default_factory=dict)
-    num_gets: int = 0
+    asked: dict[Asked, Get] = field(default_factory=dict)
     tickets: int = 0
 
     def add(self, get: Get) -> None:
         self.tickets += 1
         get.ticket = self.tickets
-        self.num_gets += 1
+        self.asked[get.caller.asked] = get
         self.gets.setdefault(get.wanted, OrderedDict())[get.ticket] = get
 
     def remove(self, get: Get) -> None:
         queue = self.gets[get.wanted]
         del queue[get.ticket]
-        self.num_gets -= 1
+        del self.asked[get.caller.asked]
         if not queue:
             del self.gets[get.wanted]
 
     def of(self, session: Hashable) -> list[Get]:
-        return [get for queue in self.gets.values() for get in queue.values() if get.caller.session == session]
+        return [get for get in self.asked.values() if get.caller.session == session]
 
     def in_order(self, filters: Iterable[Filter]) -> list[Get]:
         found = [get for wanted in filters if wanted in self.gets for get in self.gets[wanted].values()]

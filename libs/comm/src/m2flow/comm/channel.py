@@ -211,7 +211,8 @@ class Channel:
         """Takes the first item, of a key or an iteration when they are given. Blocks until there is one.
 
         First it commits the leases in `ack`, as `ack` does, for the price of no message: they are committed also where
-        there is no item for it.
+        there is no item for it. Should the connection be lost meanwhile, the same may be asked again: it commits what
+        is not committed yet, or takes nothing and raises LeaseLostError, where others are given that by now.
         Raises IterationEnded once every producer has ended `iteration` and none of its items is queued for this
         consumer, or waits for room; ChannelClosedError once the channel is closed and drained; PeerLostError naming a
         producer that was gone before it closed the channel, once what it had put is drained and unless a successor is
@@ -267,7 +268,11 @@ class Channel:
         return await self._ask_batch(weight, key, iteration, ack, timeout_s, at_least).wait_async()
 
     def ack(self, leases: Lease | Iterable[Lease]) -> None:
-        """Commits leases, after the outputs they caused were put. Does not wait for the host."""
+        """Commits leases, after the outputs they caused were put. Does not wait for the host.
+
+        Whether it has arrived only the answer of a `get(ack=)` tells. The next `get` raises LeaseLostError where a
+        lease had ended with its connection.
+        """
         self._end_leases(leases, give_back=False)
 
     def give_back(self, leases: Lease | Iterable[Lease]) -> None:

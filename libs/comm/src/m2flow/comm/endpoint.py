@@ -155,8 +155,8 @@ class Endpoint:
         """Listens over gRPC as well, at "host:port" (port 0 takes a free one) or "unix:path"; returns the address.
 
         Every call must bring the run's token, and with `tls` a certificate. A peer that knows the address is called
-        back over the connection that it makes. Of several addresses all stay. Raises CommError where it cannot bind,
-        or is closed. Blocks until it listens.
+        back over the connection that it makes. Of several addresses all stay. Raises ValueError for what is no such
+        address, CommError where it cannot bind, as where another listens, or is closed. Blocks until it listens.
         """
         return self._fabric.listen(address)
 
@@ -164,7 +164,7 @@ class Endpoint:
         """Reaches a peer over gRPC at an address, instead of a socket in this host's directory. Does not block.
 
         Without an address it is in the directory again. What is connected already stays so. This endpoint's own address
-        is not used: it reaches itself within its process.
+        is not used: it reaches itself within its process. Raises ValueError for what is no address.
         """
         self._fabric.add_address(peer, address)
 

@@ -4,6 +4,7 @@
     ├── PayloadError          a value that cannot be encoded, or bytes that are no payload
     ├── ChannelClosedError    the channel has ended and is drained
     ├── ChannelFullError      `put_nowait` found no room
+    ├── LeaseLostError        what was acknowledged had been given out again
     ├── PeerLostError         the other end's socket was closed by its death
     ├── TimeoutError_         nothing came in time (also a TimeoutError)
     └── RemoteError           the handler at the other end raised
@@ -53,6 +54,17 @@ class ChannelFullError(CommError):
 
     def __init__(self, channel: str) -> None:
         super().__init__(f"channel {channel!r} is full: use put, which waits, or give it more capacity")
+        self.channel = channel
+
+
+class LeaseLostError(CommError):
+    """What a consumer acknowledged was leased over a connection that had ended, and is given out again."""
+
+    def __init__(self, channel: str, items: str) -> None:
+        super().__init__(
+            f"channel {channel!r}: got an acknowledgement of {items}, whose lease had ended with its connection: "
+            "it is given out again, so undo what it caused"
+        )
         self.channel = channel
 
 

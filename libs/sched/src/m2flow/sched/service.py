@@ -56,7 +56,9 @@ def serve(address: str, *, token: str, num_threads: int = 2) -> tuple[grpc.Serve
     if not token or not token.isascii() or not token.isprintable():
         raise InputError("serve: got no token that metadata can carry, want printable ASCII: give the run's token")
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="scheduler")
-    server = grpc.server(pool, interceptors=[_Guard(token)])
+    # Else a second process of the user may listen at the same port, and each gets some of the calls.
+    options = (("grpc.so_reuseport", 0),)
+    server = grpc.server(pool, interceptors=[_Guard(token)], options=options)
     sched_pb2_grpc.add_SchedulerServiceServicer_to_server(Scheduler(), server)
     try:
         port = server.add_insecure_port(address)

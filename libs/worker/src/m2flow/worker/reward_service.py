@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from m2flow.comm.grpc_options import DIRECT
 from m2flow.comm.token import TOKEN_KEY, check_token
 from m2flow.proto.algos.v1 import algos_pb2 as pb
 from m2flow.proto.algos.v1 import algos_pb2_grpc
@@ -32,7 +33,8 @@ class RewardServer(algos_pb2_grpc.RewardServiceServicer):
 
     def __init__(self, rewarder: Rewarder, address: str, *, token: str, max_batches: int = 8) -> None:
         self._rewarder = rewarder
-        self._server = grpc.server(ThreadPoolExecutor(max_batches), interceptors=[TokenInterceptor(token)])
+        threads = ThreadPoolExecutor(max_batches)
+        self._server = grpc.server(threads, interceptors=[TokenInterceptor(token)], options=DIRECT)
         algos_pb2_grpc.add_RewardServiceServicer_to_server(self, self._server)
         try:
             port = self._server.add_insecure_port(address)
@@ -86,7 +88,7 @@ class RewardClient:
         self._timeout_s = timeout_s
         self._policy = policy
         self._counts: Counter[str] = Counter()
-        self._channel = grpc.insecure_channel(address)
+        self._channel = grpc.insecure_channel(address, options=DIRECT)
         self._stub = algos_pb2_grpc.RewardServiceStub(self._channel)
 
     def score(self, items: Sequence[Mapping[str, Any]], *, timeout_s: float | None = None) -> list[Reward]:

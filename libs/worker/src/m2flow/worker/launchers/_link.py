@@ -6,6 +6,7 @@ from pathlib import Path
 
 import grpc
 
+from m2flow.comm.grpc_options import DIRECT
 from m2flow.comm.token import TOKEN_KEY
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.proto.worker.v1 import worker_pb2_grpc
@@ -20,6 +21,7 @@ from m2flow.worker.wiring import Wiring
 _KEEPALIVE_MS = 5000
 
 GRPC_OPTIONS = [
+    *DIRECT,
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),

@@ -1,7 +1,14 @@
-"""Those on one event loop who wait until there is room on the way to a peer, in the order they came."""
+"""Those on one event loop who wait until there is room on the way to a peer, in the order they came.
+
+What would keep the loop runs on a thread of its own, not on the loop's: those are the program's, which may need one to
+make room.
+"""
 
 import sys
+import threading
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from m2flow.comm._connection import Connection
@@ -10,6 +17,8 @@ from m2flow.comm._deadline import Deadline
 if TYPE_CHECKING:
     import asyncio
 
+# How many of a line may copy, or wait for shared memory, beside each other.
+_MAX_THREADS = 4
 # How often the first of them looks; the others only wait for it.
 _LOOK_S = 0.005
 
@@ -19,12 +28,13 @@ class Line:
 
     def __init__(self) -> None:
         self._turns: deque[asyncio.Future[None]] = deque()
+        # Whoever awaits has imported it.
+        self._threads: asyncio.Semaphore = sys.modules["asyncio"].Semaphore(_MAX_THREADS)
 
     async def room(self, connection: Connection, deadline: Deadline) -> bool:
         """Waits for one's turn and for room; says whether both came in time. Cancelled, it lets the next one look."""
         if not self._turns and connection.has_room():
             return True
-        # Whoever awaits has imported it.
         asyncio = sys.modules["asyncio"]
         turn = asyncio.get_running_loop().create_future()
         self._turns.append(turn)
@@ -42,3 +52,36 @@ class Line:
             self._turns.remove(turn)
             if was_first and self._turns and not self._turns[0].done():
                 self._turns[0].set_result(None)
+
+    async def on_a_thread(self, call: Callable[[], None], deadline: Deadline) -> bool:
+        """Runs a call on a thread that keeps no process from ending; says whether it could begin in time.
+
+        Raises what the call raises. Cancelled, it does not wait for a call that has begun.
+        """
+        asyncio = sys.modules["asyncio"]
+        try:
+            async with asyncio.timeout(deadline.left_s):
+                await self._threads.acquire()
+        except TimeoutError:
+            return False
+        try:
+            done: Future[None] = Future()
+            # It ends by itself, cancelled or not.
+            done.set_running_or_notify_cancel()
+            threading.Thread(target=_run, args=(call, done), name="m2flow-comm copies", daemon=True).start()
+            await asyncio.wrap_future(done)
+        finally:
+            self._threads.release()
+        return True
+
+
+def _run(call: Callable[[], None], done: "Future[None]") -> None:
+    try:
+        call()
+    except BaseException as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
+    finally:
+        # The error leads to this frame, which leads to it no more.
+        del call, done

@@ -35,6 +35,15 @@ DTYPE_NAMES = (
     "float8_e4m3fnuz",
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
+    "complex32",
+    "float4_e2m1fn_x2",
+    *(f"int{bits}" for bits in range(1, 8)),
+    *(f"uint{bits}" for bits in range(1, 8)),
+    "bits8",
+    "bits16",
+    "bits1x8",
+    "bits2x4",
+    "bits4x2",
 )
 _CODES = {name: code for code, name in enumerate(DTYPE_NAMES)}
 
@@ -53,16 +62,20 @@ def concatenate(arrays: Sequence[Any]) -> Any:
 def code_of(tensor: Any) -> int:
     """Returns a tensor's dtype code.
 
-    Raises PayloadError for layouts that are no dense array (sparse, quantised), for what has no data, and for dtypes
-    not in the list.
+    Raises PayloadError for layouts that are no dense array, for what is quantized or has no data, and for dtypes not in
+    the list.
     """
     torch = sys.modules["torch"]
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise PayloadError(
             f"got a {type(tensor).__name__}, want a plain tensor: call full_tensor() or to_local() first"
         )
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise PayloadError(f"got a tensor of layout {tensor.layout}, want a dense one: call to_dense() or dequantize()")
+    if tensor.layout is not torch.strided:
+        raise PayloadError(f"got a tensor of layout {tensor.layout}, want a dense one: call to_dense()")
+    if tensor.is_quantized:
+        raise PayloadError(
+            "got a quantized tensor, want its numbers: call dequantize(), or send int_repr() and its scale"
+        )
     if tensor.is_meta:
         raise PayloadError("got a tensor of the meta device, which has no data: materialize it, or send its shape")
     return _code_of_dtype(tensor.dtype)
@@ -80,18 +93,24 @@ def _code_of_dtype(dtype: Any) -> int:
 def flat(tensor: Any) -> Any:
     """Returns a tensor's elements in order as a uint8 tensor of shape [bytes] where they lie; a view if contiguous."""
     torch = sys.modules["torch"]
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    dense = _dense(tensor)
     return dense.reshape(-1).view(torch.uint8) if dense.numel() else dense.new_empty(0, dtype=torch.uint8)
 
 
 def raw(tensor: Any) -> Any:
     """Returns what `flat` does, as an array where the tensor lies on the host."""
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    dense = _dense(tensor)
     if on_gpu(dense):
         return flat(dense)
     if not dense.ndim or not dense.numel():
         return flat(dense).numpy()
     return dense.view(sys.modules["torch"].uint8).numpy().reshape(-1)
+
+
+def _dense(tensor: Any) -> Any:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    # torch copies not all its dtypes of less than a byte, but their bytes.
+    return (plain.view(sys.modules["torch"].uint8) if plain.itemsize == 1 else plain).contiguous()
 
 
 def address(tensor: Any) -> int:
@@ -118,9 +137,9 @@ def on_gpu(tensor: Any) -> bool:
     return not tensor.is_cpu
 
 
-def copy_into(flat: Any, target: npt.NDArray[np.uint8]) -> None:
-    """Copies a uint8 tensor of shape [bytes], from wherever it lies, to host memory. Blocks until it is there."""
-    importlib.import_module("torch").from_numpy(target).copy_(flat)
+def copy_into(tensor: Any, target: npt.NDArray[np.uint8]) -> None:
+    """Copies a tensor's elements, from wherever they lie, in order to host memory. Blocks until they are there."""
+    sys.modules["torch"].from_numpy(target).copy_(flat(tensor))
 
 
 def pin(data: npt.NDArray[np.uint8]) -> bool:
@@ -171,4 +190,9 @@ def _dtype(code: int) -> Any:
         torch = importlib.import_module("torch")
     except ImportError as error:
         raise PayloadError("got a torch tensor where torch is not installed: install m2flow-comm[torch]") from error
-    return getattr(torch, DTYPE_NAMES[code])
+    try:
+        return getattr(torch, DTYPE_NAMES[code])
+    except AttributeError as error:
+        raise PayloadError(
+            f"got a tensor of dtype {DTYPE_NAMES[code]}, which torch {torch.__version__} lacks"
+        ) from error

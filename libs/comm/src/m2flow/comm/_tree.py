@@ -55,7 +55,8 @@ class Pickled:
 class TreeWriter:
     """Writes a tree: `out` holds its tagged bytes in pieces, `parts` the arrays beside it, each as flat bytes in order.
 
-    A part is what holds the bytes and how many they are: bytes, a uint8 array, an encoded tree or a tensor.
+    A part is what holds the bytes and how many they are: bytes, an array, an encoded tree or a tensor. Nothing is
+    copied here: an array is flat bytes if it is contiguous, and else as it was.
     """
 
     __slots__ = ("_lift", "lifted", "out", "parts", "pickles")
@@ -173,8 +174,7 @@ class TreeWriter:
             return
         code, shape = _torch.code_of(value), value.shape
         self.out.append(struct.pack(f"<cBB{len(shape)}Q", b"T", code, len(shape), *shape))
-        # From a GPU it is copied once, when it is written.
-        self.parts.append((value if _torch.address(value) else _torch.raw(value), int(value.nbytes)))
+        self.parts.append((value, int(value.nbytes)))
 
     def _pickled(self, value: Pickled, depth: int) -> None:
         try:
@@ -194,9 +194,10 @@ class TreeWriter:
         if code == _dtypes.SPELT:
             self._text(spelling)
         self.out.append(struct.pack(f"<{value.ndim}Q", *value.shape))
-        # order "C" copies only what is not already so; reshape keeps a view of what is.
-        flat = np.asarray(value, order="C").reshape(-1).view(np.uint8) if value.nbytes else b""
-        self.parts.append((flat, value.nbytes))
+        part: Any = value if value.nbytes else b""
+        if value.nbytes and value.flags.c_contiguous:
+            part = value.reshape(-1).view(np.uint8)
+        self.parts.append((part, value.nbytes))
 
     def nested(self, value: Any) -> None:
         """Appends an encoded tree, which is not decoded with this one."""

@@ -181,7 +181,10 @@ class Channel:
         )
 
     async def aput_many(self, items: Sequence[Put], *, timeout_s: float | None = None) -> None:
-        """Like `put_many`, without blocking the event loop; large items are copied on another thread."""
+        """Like `put_many`, without blocking the event loop: items of more than 32 KiB are copied on another thread.
+
+        What is no array is encoded on the loop's, pickles too.
+        """
         if not items:
             return
         deadline, encoded = Deadline(timeout_s), self._encoded(items)
@@ -189,7 +192,7 @@ class Channel:
         if not await line.room(self._connect(self.host), deadline):
             raise self._timed_out(_key_of(items), self.host, deadline)
         if encoded is not None and max(payload.size_bytes for payload in encoded) > INLINE_BYTES:
-            asked = await self._ask_put_async(items, encoded, deadline)
+            asked = await self._ask_put_async(items, encoded, deadline, line)
         else:
             # It has waited for the host to take what was sent before.
             asked = self._ask_put(items, encoded, deadline, wait=True, at_once=True)
@@ -403,7 +406,9 @@ class Channel:
         packed = self._pack(connection, encoded, key, deadline, at_once=at_once)
         return self._send_put(request, connection, packed, key, deadline)
 
-    async def _ask_put_async(self, puts: Sequence[Put], encoded: Sequence[Encoded], deadline: Deadline) -> Asked:
+    async def _ask_put_async(
+        self, puts: Sequence[Put], encoded: Sequence[Encoded], deadline: Deadline, line: Line
+    ) -> Asked:
         """Like `_ask_put`, packing on another thread; cancelled, that thread ends, and nothing is put or stays lent."""
         asyncio = sys.modules["asyncio"]
         request, key = self._put_request(puts, wait=True), _key_of(puts)
@@ -418,7 +423,8 @@ class Channel:
                 connection.take_back(packed)
 
         try:
-            await asyncio.to_thread(pack)
+            if not await line.on_a_thread(pack, deadline):
+                raise self._timed_out(key, f"earlier puts, which wait for {self.host} or shared memory", deadline)
         except asyncio.CancelledError:
             if not decided.acquire(blocking=False):
                 connection.take_back(packed)

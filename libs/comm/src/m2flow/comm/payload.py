@@ -81,8 +81,10 @@ class Encoded(TreeWriter):
                 yield from part._pieces()
             elif isinstance(part, bytes):
                 yield part
+            elif isinstance(part, np.ndarray):
+                yield part.data if part.flags.c_contiguous else part.tobytes()
             else:
-                yield part.data if isinstance(part, np.ndarray) else _torch.raw(part).data
+                yield _torch.raw(part).data
 
     def places(self) -> "list[Place]":
         """Returns where the arrays, long strings and so on lie within the payload."""
@@ -106,7 +108,10 @@ class Encoded(TreeWriter):
                 target[at:start] = 0
             at = start + size
             if isinstance(part, np.ndarray):
-                copy(address + start, part.ctypes.data, size)
+                if part.flags.c_contiguous:
+                    copy(address + start, part.ctypes.data, size)
+                else:
+                    target[start:at].view(part.dtype).reshape(part.shape)[...] = part
             elif isinstance(part, Encoded):
                 part.write_into(target[start:at])
             elif isinstance(part, bytes):
@@ -114,7 +119,7 @@ class Encoded(TreeWriter):
             elif found := _torch.address(part):
                 copy(address + start, found, size)
             else:
-                _torch.copy_into(_torch.raw(part), target[start:at])
+                _torch.copy_into(part, target[start:at])
 
 
 def _write_nested(writer: TreeWriter, value: Encoded, depth: int) -> None:
@@ -126,7 +131,7 @@ WRITERS[Encoded] = _write_nested
 
 
 def encode(tree: Tree, *, lift: Callable[[Any], bool] | None = None) -> Encoded:
-    """Returns a tree made ready to be written; no array is copied yet unless it is not contiguous.
+    """Returns a tree made ready to be written; no array is copied yet.
 
     A tensor for which `lift` says True is left out, for the caller to bring by a way of its own: see `lifted`. Raises
     PayloadError, naming the type, for a value that has no encoding. Does not block.

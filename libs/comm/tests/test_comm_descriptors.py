@@ -20,15 +20,13 @@ NO_MORE = r"Too many open files: raise the limit of open files \(ulimit -n\)"
 def descriptors_left(num_left: int) -> Iterator[None]:
     """Lets this process open so many more files and sockets."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_num_used(), limits[1]))
-    held = []
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    held: list[int] = []
     try:
-        # Below the highest there may be some that are free.
-        with pytest.raises(OSError, match="Too many open files"):
-            while True:
-                held.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft + num_left, limits[1]))
+        # Below the highest some may be free.
+        while not held or held[-1] < highest:
+            held.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1 + num_left, limits[1]))
         yield
     finally:
         for fd in held:
@@ -102,7 +100,3 @@ def test_an_endpoint_that_cannot_have_grpc_says_so(run_dir: Path, monkeypatch: p
 
 def _num_open() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def _num_used() -> int:
-    return max(map(int, os.listdir("/proc/self/fd"))) + 1

@@ -29,3 +29,7 @@ class Deadline:
     def left_s(self) -> float | None:
         """Seconds that are left, none below zero."""
         return None if self._timeout_s is None else max(0.0, self._timeout_s - self.elapsed_s)
+
+    def ended(self, error: BaseException) -> bool:
+        """Says whether an error says that this is over: a program's own alarm may raise a TimeoutError at any time."""
+        return isinstance(error, TimeoutError) and self.left_s == 0

@@ -113,21 +113,25 @@ class Asked:
         try:
             try:
                 body = self._reply.result(self._deadline.left_s)
-            except TimeoutError:
+            except TimeoutError as error:
+                if not self._deadline.ended(error):
+                    raise
                 # The index answers a withdrawn request at once: with the items, where they had just been given out.
                 self._connection.send(Kind.CANCEL, self._id, b"")
                 body = self._reply.result(self._cancel_timeout_s)
-        except TimeoutError:
-            self._withdraw()
-            raise self._timed_out((self._connection.peer,)) from None
         except CommError:
             raise
-        except BaseException:
+        except BaseException as error:
             self._withdraw()
+            if self._deadline.ended(error):
+                raise self._timed_out((self._connection.peer,)) from None
             raise
         try:
             return self._parse(body)
-        except KeyboardInterrupt:
+        except (CommError, IterationEnded):
+            raise
+        except BaseException:
+            # A KeyboardInterrupt, or what another signal's handler raises.
             self._withdraw()
             raise
 

@@ -474,7 +474,7 @@ class Channel:
                 packed.append(connection.pack(payload, deadline))
         except BaseException as error:
             connection.take_back(packed)
-            if isinstance(error, TimeoutError) and not isinstance(error, TimeoutError_):
+            if deadline.ended(error) and not isinstance(error, TimeoutError_):
                 peer = f"readers to let go of shared memory ({error})"
                 raise self._timed_out(key, peer, deadline) from error
             raise

@@ -74,6 +74,7 @@ class Handle(Generic[T]):
         left_s, timeout_s = self._deadline.left_s, Deadline(timeout_s).left_s
         if left_s is not None:
             timeout_s = left_s if timeout_s is None else min(left_s, timeout_s)
+        deadline = Deadline(timeout_s)
         futures = [future for _, future in self._parts]
         if len(futures) > 1:
             concurrent.futures.wait(futures, timeout_s, return_when=concurrent.futures.FIRST_EXCEPTION)
@@ -83,7 +84,9 @@ class Handle(Generic[T]):
         try:
             # For one alone this is the wait: it reads the link meanwhile.
             return self._finish([future.result(timeout_s) for future in futures])
-        except TimeoutError:
+        except TimeoutError as error:
+            if not deadline.ended(error):
+                raise
             missing = {peer for peer, future in self._parts if not future.done()}
             if not missing:
                 # The last has come, or failed, this very moment.

@@ -198,13 +198,12 @@ class Endpoint:
         connection, reply = self._call(peer, service, method, args, deadline, at_once=False)
         try:
             body = reply.result(deadline.left_s)
-        except TimeoutError:
+        except BaseException as error:
+            # The time is over, the peer is lost, or a signal's handler has raised this.
             reply.add_done_callback(partial(_discard, connection))
-            call = f"{service}.{method}"
-            raise TimeoutError_(channel=call, key=None, peer=peer, elapsed_s=deadline.elapsed_s) from None
-        except BaseException:
-            # A KeyboardInterrupt, or a peer that is lost.
-            reply.add_done_callback(partial(_discard, connection))
+            if deadline.ended(error):
+                call = f"{service}.{method}"
+                raise TimeoutError_(channel=call, key=None, peer=peer, elapsed_s=deadline.elapsed_s) from None
             raise
         return read_answer(connection, body)
 
@@ -267,9 +266,12 @@ class Endpoint:
         if not connection.wait_for_room(deadline):
             call = _name(service, method)
             raise TimeoutError_(channel=call, key=None, peer=peer, elapsed_s=deadline.elapsed_s)
+        for_memory = Deadline(0.0) if self._fabric.loop.inside() else deadline
         try:
-            payload = connection.pack(encoded, Deadline(0.0) if self._fabric.loop.inside() else deadline)
+            payload = connection.pack(encoded, for_memory)
         except TimeoutError as error:
+            if not for_memory.ended(error):
+                raise
             call, waited_for = _name(service, method), f"{peer} or another reader to let go of shared memory ({error})"
             raise TimeoutError_(channel=call, key=None, peer=waited_for, elapsed_s=deadline.elapsed_s) from error
         try:
@@ -332,7 +334,7 @@ class Endpoint:
         future = self.irecv(peer, tag=tag)
         try:
             return Handle(f"recv {tag}", [(peer, future)], lambda got: got[0], Deadline(timeout_s)).wait()
-        except TimeoutError:
+        except TimeoutError_:
             if future.cancel():
                 raise
             return future.result()

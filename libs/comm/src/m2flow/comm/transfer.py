@@ -265,7 +265,9 @@ class WeightReceiver:
     def _answer(self, source: str, method: str, answer: "Future[Tree]", deadline: Deadline) -> Tree:
         try:
             return answer.result(deadline.left_s)
-        except TimeoutError:
+        except TimeoutError as error:
+            if not deadline.ended(error):
+                raise
             call = f"{SERVICE}.{method}"
             raise TimeoutError_(channel=call, key=None, peer=source, elapsed_s=deadline.elapsed_s) from None
 

@@ -135,6 +135,8 @@ class WeightStore:
             try:
                 staged = self._written(line, payload, deadline)
             except TimeoutError as error:
+                if not deadline.ended(error):
+                    raise
                 raise _timed_out(name, f"a reader to let go of shared memory ({error})", deadline) from error
             finally:
                 self._publish(name, line, version, staged)

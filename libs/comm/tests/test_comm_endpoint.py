@@ -127,6 +127,42 @@ def test_a_slow_service_does_not_stop_another(make_endpoint: Any) -> None:
     assert slow.result(5) is True
 
 
+def test_handlers_that_keep_all_threads_hold_up_nothing_else(make_endpoint: Any, peer: Any) -> None:
+    # Whose quota no long answer fits into: it goes in its message.
+    a, b = make_endpoint("a"), make_endpoint("b", quota_bytes=1 << 16)
+    a.stage_weights("w", 1, {"x": np.ones(10)})
+    b.handle("long", lambda request: bytes(1 << 20))
+    b.handle("m", lambda request: 1, prompt=True)
+    lost, begun, ended, later = threading.Event(), threading.Semaphore(0), threading.Event(), Future[int]()
+    a.on_peer_lost(lambda name: lost.set())
+    a.handle("later", lambda request: later)
+    answer = b.request_async("a", "later", "")
+
+    def keep(request: Request) -> None:
+        begun.release()
+        ended.wait(20)
+
+    for number in range(8):
+        a.handle(f"keep{number}", keep)
+    kept = [b.request_async("a", f"keep{number}", "") for number in range(8)]
+    try:
+        for _ in range(8):
+            assert begun.acquire(timeout=10)
+        assert b.fetch_weights("a", "w", 1, timeout_s=5)["x"].sum() == 10
+        assert len(a.request_async("b", "long", "").result(5)) == 1 << 20
+        later.set_result(7)
+        assert answer.result(5) == 7
+        victim = peer("v", "say(endpoint.request('b', 'm', '')); endpoint.handle('s', lambda r: 1); time.sleep(60)")
+        assert victim.line() == "1"
+        assert a.request("v", "s", "", timeout_s=10) == 1
+        victim.kill()
+        assert lost.wait(5)
+    finally:
+        ended.set()
+    for call in kept:
+        call.result(10)
+
+
 def test_a_timeout_names_the_call_the_peer_and_the_seconds(make_endpoint: Any) -> None:
     a, b = make_endpoint("a"), make_endpoint("b")
     b.handle("never", lambda request: Future())
@@ -449,6 +485,43 @@ def test_a_closed_endpoint_leaves_no_thread_socket_or_descriptor(run_dir: Path) 
     )
     assert done.returncode == 0, done.stderr
     assert list(run_dir.iterdir()) == []
+
+
+def test_a_run_on_one_host_has_no_tcp_socket(peer: Any) -> None:
+    host = peer(
+        "host",
+        """
+        endpoint.host_channel("q", producers=["other"], consumers=["host"])
+        endpoint.stage_weights("w", 1, {"x": np.ones(1 << 16)})
+        say(endpoint.channel("q", host="host").get().item.size)
+        sys.stdin.readline()
+        say(endpoint.listen("127.0.0.1:0"))
+        time.sleep(60)
+        """,
+    )
+    other = peer(
+        "other",
+        """
+        endpoint.channel("q", host="host").put(np.ones(1 << 16))
+        say(endpoint.fetch_weights("host", "w", 1)["x"].size)
+        time.sleep(60)
+        """,
+    )
+    pids = [host.process.pid, other.process.pid]
+    assert [host.line(), other.line()] == ["65536", "65536"]
+    assert [_tcp_sockets(pid) for pid in pids] == [set(), set()]
+    # What is looked for is found where there is one.
+    host.process.stdin.write("\n")
+    host.process.stdin.flush()
+    assert host.line().startswith("127.0.0.1:")
+    assert [len(_tcp_sockets(pid)) for pid in pids] == [1, 0]
+
+
+def _tcp_sockets(pid: int) -> set[str]:
+    """The descriptors of a process that are TCP sockets, by their inodes."""
+    held = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+    lines = [line for kind in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]]
+    return held & {f"socket:[{line.split()[9]}]" for line in lines}
 
 
 def test_a_forked_child_does_not_hide_its_parents_death(make_endpoint: Any, peer: Any) -> None:

@@ -57,25 +57,29 @@ Handler = Callable[[Request], Any]
 
 
 class CallServer:
-    """The services of one endpoint."""
+    """The services of one endpoint: `executor` runs their handlers, `own` what may not wait for handlers to end."""
 
-    def __init__(self, executor: LaneExecutor, parking: Parking) -> None:
+    def __init__(self, executor: LaneExecutor, own: LaneExecutor, parking: Parking) -> None:
         self._executor = executor
+        self._own = own
         self._parking = parking
         self._handlers: dict[str, Handler] = {}
         self._prompt: set[str] = set()
+        self._owned: set[str] = set()
 
-    def add(self, service: str, handler: Handler, *, prompt: bool = False) -> None:
+    def add(self, service: str, handler: Handler, *, prompt: bool = False, own: bool = False) -> None:
         """Serves a service, as the io thread or in its place; raises ValueError for a name that is taken.
 
         A `prompt` handler never waits, answers with little and minds no thread: it runs as the io thread or
-        in its place.
+        in its place. The handler of the package's `own` service waits for no other one's to end.
         """
         if service in self._handlers:
             raise ValueError(f"service {service!r} has a handler already: give this one another name")
         self._handlers[service] = handler
         if prompt:
             self._prompt.add(service)
+        if own:
+            self._owned.add(service)
         self._parking.arrived(service)
 
     def on_call(self, connection: Connection, request_id: int, body: bytes) -> None:
@@ -87,7 +91,8 @@ class CallServer:
             return
         job = partial(self._run, connection, request_id, message.service, message.method, args)
         prompt = message.service in self._prompt
-        submit = job if prompt else partial(self._executor.submit, (connection, message.service), job)
+        executor = self._own if message.service in self._owned else self._executor
+        submit = job if prompt else partial(executor.submit, (connection, message.service), job)
         if message.service in self._handlers:
             submit()
             return
@@ -137,7 +142,7 @@ class CallServer:
             # It may be resolved on any thread, the io thread too: encoding is for one of ours.
             lane = (connection, request_id, service)
             result.add_done_callback(
-                lambda done: self._executor.submit(lane, partial(self._settle, connection, request_id, done))
+                lambda done: self._own.submit(lane, partial(self._settle, connection, request_id, done))
             )
         else:
             self._answer(connection, request_id, result)

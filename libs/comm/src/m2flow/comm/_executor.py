@@ -40,7 +40,7 @@ class LaneExecutor:
                 self._work.notify()
             elif self._num_threads < self._max_threads:
                 self._num_threads += 1
-                name = f"m2flow-comm {self._name} handler {self._num_threads}"
+                name = f"m2flow-comm {self._name} {self._num_threads}"
                 threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ noticed because the kernel closes its socket, not because it missed a heartbeat.
 """
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -26,6 +25,7 @@ from m2flow.comm._frames import Kind
 from m2flow.comm._handshake import Identity
 from m2flow.comm._host import ChannelHost
 from m2flow.comm._index import ChannelIndex
+from m2flow.comm._memory import memory_bytes
 from m2flow.comm._parking import Parking
 from m2flow.comm._replies import Answer, Reply
 from m2flow.comm._sockets import check_name
@@ -40,24 +40,21 @@ from m2flow.comm.transfer import DEFAULT_BUCKET_BYTES, WeightReceiver
 from m2flow.comm.weights import SERVICE, StagedWeights, WeightReader, WeightStore, reader_numbers
 from m2flow.proto.comm.v1 import comm_pb2
 
-_MAX_HANDLER_THREADS = 8
+# As many for handlers as for what the package itself runs.
+_MAX_THREADS = 8
 _MAIL = "m2flow.mail"
 _T = TypeVar("_T")
-
-
-def default_quota_bytes() -> int:
-    """Returns how much shared memory an endpoint may cost unless it is told: a quarter of the machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
 
 class Endpoint:
     """One process's presence in one run. Thread-safe.
 
     `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
-    run's secret, without which nobody is answered. `quota_bytes` bounds the shared memory of what is under way, and by
-    itself that of weights from other hosts which are kept for this one, the memory of messages that have come and
-    nobody receives, and of what one peer has yet to take: beyond that the peer is lost. `connect_timeout_s` is how long
-    a peer, a service or a channel may take to appear; `tls` secures what crosses hosts. With `by_reference` a message
+    run's secret, without which nobody is answered. `quota_bytes`, a quarter of what the machine or the container has
+    unless it is told, bounds the shared memory of what is under way, and by itself that of weights from other hosts
+    which are kept for this one, the memory of messages that have come and nobody receives, and of what one peer has yet
+    to take: beyond that the peer is lost. `connect_timeout_s` is how long a peer, a service or a channel may take to
+    appear; `tls` secures what crosses hosts. With `by_reference` a message
     to another such endpoint of this process is the object itself, and so is an item of a channel whose host and
     consumers are all such; without it the endpoint is as good as in another process. With `allow_pickle` what a peer on
     this host sent as `Pickled` is unpickled here, which lets it run anything. Create it after forking, never before.
@@ -90,13 +87,15 @@ class Endpoint:
             )
         self.name = name
         self.directory = Path(directory)
-        self._executor = LaneExecutor(_MAX_HANDLER_THREADS, name)
+        self._executor = LaneExecutor(_MAX_THREADS, f"{name} handler")
+        # Apart: handlers may keep theirs for long, and wait there for what this one brings.
+        self._own_executor = LaneExecutor(_MAX_THREADS, f"{name} own")
         self._lost_callbacks: list[Callable[[str], None]] = []
         self._lost: dict[str, int] = {}
         self._fabric = Fabric(
             self.directory,
             Identity(name, token),
-            quota_bytes=default_quota_bytes() if quota_bytes is None else quota_bytes,
+            quota_bytes=memory_bytes() // 4 if quota_bytes is None else quota_bytes,
             connect_timeout_s=connect_timeout_s,
             tls=tls,
             by_reference=by_reference,
@@ -104,12 +103,12 @@ class Endpoint:
             max_payload_bytes=max_payload_bytes,
             on_gone=self._on_gone,
         )
-        self._calls = CallServer(self._executor, Parking(self._fabric.loop, connect_timeout_s))
+        self._calls = CallServer(self._executor, self._own_executor, Parking(self._fabric.loop, connect_timeout_s))
         self._host = ChannelHost(Parking(self._fabric.loop, connect_timeout_s))
         self._fabric.consumers_of = self._host.consumers_of
         self._weights = WeightStore(self._fabric.pool)
         self._reader = WeightReader()
-        self._calls.add(SERVICE, self._weights.handle)
+        self._calls.add(SERVICE, self._weights.handle, own=True)
         # What is fetched for the receivers of this host.
         limit_bytes = min(self._fabric.pool.quota_bytes, max_payload_bytes)
         self._copies = Copies(self, self.directory, self._fabric.pool, limit_bytes)
@@ -173,8 +172,9 @@ class Endpoint:
     def handle(self, service: str, handler: Handler, *, prompt: bool = False) -> None:
         """Answers the calls of a service with `handler(Request) -> tree`, from now on.
 
-        Handlers run on a few threads, never the io thread; those of one peer and service run one at a time, in the
-        order sent. A handler that must wait returns a concurrent.futures.Future: its result, or error, is the answer.
+        Handlers run on eight threads, never the io thread; those of one peer and service run one at a time, in the
+        order sent. While eight of them wait or work, no other begins: one that must wait returns a
+        concurrent.futures.Future instead, whose result, or error, is the answer.
         Whatever a handler raises is its caller's RemoteError, SystemExit too.
         A `prompt` handler never waits and answers with little: it runs as the io thread or in its place, which costs
         less, and must bear being run on several threads at once.
@@ -245,13 +245,14 @@ class Endpoint:
                 resolve(answered.result())
             else:
                 # Decoding what is long is no work for the io thread.
-                self._executor.submit((connection, "answers"), partial(resolve, answered.result()))
+                self._own_executor.submit((connection, "answers"), partial(resolve, answered.result()))
 
         reply.add_done_callback(done)
         return result
 
     def on_peer_lost(self, callback: Callable[[str], None]) -> None:
-        """Calls `callback(peer)` on a handler thread once for each peer that dies while connected to this endpoint.
+        """Calls `callback(peer)` once for each peer that dies while connected to this endpoint, on a thread beside the
+        handlers', which the endpoint needs back soon: weights and long answers wait for one of eight too.
 
         A peer that closes its endpoint in good order is not lost. A restarted peer that dies again is lost again. Does
         not block.
@@ -285,12 +286,12 @@ class Endpoint:
         self._host.on_gone(connection)
         self._calls.on_gone(connection)
         # After what it asked before, which is dealt with in this order.
-        self._executor.submit((connection, SERVICE), partial(self._weights.on_gone, connection.session))
+        self._own_executor.submit((connection, SERVICE), partial(self._weights.on_gone, connection.session))
         if not lost or self._lost.get(connection.peer) == connection.incarnation:
             return
         self._lost[connection.peer] = connection.incarnation
         for callback in self._lost_callbacks:
-            self._executor.submit(("lost", callback), partial(callback, connection.peer))
+            self._own_executor.submit(("lost", callback), partial(callback, connection.peer))
 
     # Messages.
 
@@ -512,6 +513,7 @@ class Endpoint:
             return
         self._fabric.close()
         self._executor.close()
+        self._own_executor.close()
         self._weights.close()
         self._copies.close()
         self._host.close()

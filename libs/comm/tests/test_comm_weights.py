@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from m2flow.comm import CommError, Endpoint, PayloadError, RemoteError, TimeoutError_
-from m2flow.comm.endpoint import _MAX_HANDLER_THREADS
+from m2flow.comm.endpoint import _MAX_THREADS
 from m2flow.comm.payload import Encoded, decode, encode
 from m2flow.comm.weights import SERVICE, WeightReader, digest
 
@@ -67,15 +67,14 @@ def test_a_fetch_that_waited_gets_its_version_though_newer_ones_overtake_the_ans
     # Calls of one peer are handled in order, so the others wait by now.
     assert rollout.newest_weights("trainer", "other") == 1
     # No thread is left to answer.
-    busy, go_on = threading.Barrier(_MAX_HANDLER_THREADS + 1), threading.Event()
+    busy, go_on = threading.Barrier(_MAX_THREADS + 1), threading.Event()
 
-    def block(request: Any) -> None:
+    def block() -> None:
         busy.wait()
         go_on.wait()
 
-    for number in range(_MAX_HANDLER_THREADS):
-        trainer.handle(f"busy{number}", block)
-        rollout.request_async("trainer", f"busy{number}", "")
+    for number in range(_MAX_THREADS):
+        trainer._own_executor.submit(number, block)
     busy.wait(10)
     weights = {version: {"a": np.full(5000, version)} for version in range(3, 7)}
     for version, staged in weights.items():

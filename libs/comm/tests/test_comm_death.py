@@ -240,7 +240,7 @@ def test_a_forked_child_that_closes_its_copy_changes_nothing_for_its_parent(peer
             say((int(kept.min()), int(new.min()), int(new.max())))
         """,
     )
-    assert parent.line() == "got a payload for an endpoint of the parent process, want one made after the fork"
+    assert parent.line() == "endpoint 'a' is the parent process's: make one after the fork"
     assert (parent.line(), parent.line()) == ("7", "(1, 2, 2)")
 
 

@@ -260,3 +260,27 @@ def test_put_many_in_batches_keeps_order_across_a_host(make_endpoint: Any) -> No
         taken += [lease.item for lease in leases]
         gets.ack(leases)
     assert taken == list(range(200))
+
+
+def test_no_signal_comes_of_writing_to_who_is_gone(peer: Any) -> None:
+    """A process may have SIGPIPE at its default, as those do whose output is cut off by `head`."""
+    writer = peer(
+        "writer",
+        """
+        import signal, socket
+        from m2flow.comm._frames import Kind
+        from m2flow.comm._loop import Loop
+        from m2flow.comm._unix import UnixLink
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        # Its thread is not started: it would see the end first.
+        loop = Loop("idle", before_sleep=lambda: None)
+        for fd in (None, 0):
+            near, far = socket.socketpair()
+            link = UnixLink(loop, on_frame=print, take=print, on_closed=print)
+            link.attach(near)
+            far.close()
+            link.send(Kind.CALL, 1, b"body", fd)
+            say(fd)
+        """,
+    )
+    assert [writer.line(), writer.line()] == ["None", "0"]

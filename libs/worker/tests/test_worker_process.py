@@ -287,3 +287,34 @@ def test_what_a_killed_driver_of_threads_left_is_removed_by_the_next_run(private
         assert len(list(private.iterdir())) == 1
         with launch_run(Cluster.virtual(1), launcher="inproc"):
             assert len(list(private.iterdir())) == 2
+
+
+WRITER = """
+import signal, socket, sys
+from contextlib import suppress
+from m2flow.proto.worker.v1.worker_pb2 import SessionRequest
+from m2flow.worker.launchers._control import ControlClient, _Connection
+from m2flow.worker.launchers._frames import send_frame
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+def connected():
+    near, far = socket.socketpair()
+    far.close()
+    return near
+with suppress(BrokenPipeError):
+    send_frame(connected(), SessionRequest())
+print("an agent", flush=True)
+_Connection(connected()).write(b"x")
+print("a driver", flush=True)
+with socket.socket(socket.AF_UNIX) as listener:
+    listener.bind(sys.argv[1])
+    listener.listen()
+    client = ControlClient(sys.argv[1], "t")
+client.enter("group", 0)
+print("a rank", flush=True)
+"""
+
+
+def test_no_signal_comes_of_writing_to_who_is_gone(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "s")]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert answer.stdout.splitlines() == ["an agent", "a driver", "a rank"], answer.stderr

@@ -1,16 +1,20 @@
 """When a call has to be answered: one time for all that it waits for on the way."""
 
+import threading
 import time
+
+# What poll and epoll take, 24 days: who waits for longer looks again then.
+LONGEST_SLEEP_S = 2_147_000.0
 
 
 class Deadline:
-    """`timeout_s` seconds from now; None is no end."""
+    """`timeout_s` seconds from now; None is no end, and more than a lock can wait for, 292 years, is cut to that."""
 
     __slots__ = ("_since", "_timeout_s")
 
     def __init__(self, timeout_s: float | None = None) -> None:
         self._since = time.monotonic()
-        self._timeout_s = timeout_s
+        self._timeout_s = None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)
 
     def end(self) -> None:
         """Makes it now, for one who was cancelled; who waits has to be woken to see it."""

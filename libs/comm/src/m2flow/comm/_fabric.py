@@ -29,7 +29,7 @@ from m2flow.comm._mappings import Released
 from m2flow.comm._segments import Pool
 from m2flow.comm._sockets import SocketDirectory, check_name
 from m2flow.comm._unix import UnixLink
-from m2flow.comm.errors import CommError, PeerLostError
+from m2flow.comm.errors import CommError, PeerLostError, system_refuses
 from m2flow.comm.routing import Address, Backend, route
 
 _HELLO_TIMEOUT_S = 5.0
@@ -77,7 +77,11 @@ class Fabric:
         self.identity = identity
         self.here = Address(os.uname().nodename, f"process {os.getpid()}")
         self._by_reference = by_reference
-        self.loop = Loop(identity.name, before_sleep=self._send_releases)
+        try:
+            self.loop = Loop(identity.name, before_sleep=self._send_releases)
+        except OSError as error:
+            self._leave_directory()
+            raise system_refuses(f"make endpoint {identity.name!r}", error) from error
         self.pool = Pool(quota_bytes, on_retire=self._retire)
         self.released = Released(self.loop.wake)
         self.mailbox = Mailbox(quota_bytes)
@@ -301,9 +305,12 @@ class Fabric:
         """Returns the gRPC side, which is imported and started when it is first needed."""
         with self._lock:
             if self._streams is None:
-                self._grpc = importlib.import_module("m2flow.comm._grpc")
                 name, token = self.identity.name, self.identity.token
-                self._streams = self._grpc.Streams(name, self.loop, token, self._connect_timeout_s, self._tls)
+                try:
+                    self._grpc = importlib.import_module("m2flow.comm._grpc")
+                    self._streams = self._grpc.Streams(name, self.loop, token, self._connect_timeout_s, self._tls)
+                except OSError as error:
+                    raise system_refuses("start gRPC", error) from error
             return self._streams
 
     def _accept_stream(self) -> Link:
@@ -322,8 +329,12 @@ class Fabric:
                 self.loop.call(partial(link.fail, f"no endpoint of this name appeared within {waited:.1f} s"))
             elif not self._closed:
                 self.loop.call_later(_REDIAL_S, partial(self._dial, connection, link, since))
-        except OSError as error:
+        except ConnectionRefusedError as error:
             self.loop.call(partial(link.fail, f"nobody listens at its socket any more ({error})"))
+        except OSError as error:
+            # The peer may be well.
+            self._lose(connection, system_refuses(f"connect to {connection.peer!r}", error))
+            self.loop.call(partial(link.fail, f"this end cannot connect ({error})"))
         else:
             link.attach(connected)
 
@@ -455,6 +466,9 @@ class Fabric:
             self._lose(connection, self._was_closed())
         self.mailbox.close(PeerLostError(self.identity.name, "it closed its endpoint"))
         self.loop.remove(self._listener.fileno())
+        self._leave_directory()
+
+    def _leave_directory(self) -> None:
         self._listener.close()
         self._directory.unlink(self.identity.name, self._inode)
         self._directory.close()

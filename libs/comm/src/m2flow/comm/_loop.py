@@ -14,6 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from m2flow.comm._deadline import LONGEST_SLEEP_S
+
 _log = logging.getLogger("m2flow.comm")
 
 READ = select.EPOLLIN
@@ -206,7 +208,9 @@ class Loop:
     def _sleep_s(self) -> float | None:
         while self._timers and self._timers[0][2].call is None:
             heapq.heappop(self._timers)
-        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+        if not self._timers:
+            return None
+        return min(max(0.0, self._timers[0][0] - time.monotonic()), LONGEST_SLEEP_S)
 
     def _run_due(self) -> None:
         now = time.monotonic()

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Protocol, TypeVar
 
+from m2flow.comm._deadline import Deadline
 from m2flow.comm._loop import reraise_interrupt
 
 _log = logging.getLogger("m2flow.comm")
@@ -118,14 +119,13 @@ class Answer(Future[_T]):
 
     def _read(self, timeout: float | None) -> float | None:
         """Reads the link until this is done or the time is over; returns the time left."""
-        if self.link is None or self.done():
-            return timeout
-        since = time.monotonic()
-        if not self._has_waited:
-            self._has_waited = True
-            super().add_done_callback(self.link.interrupt)
-        self.link.read_until(self, timeout)
-        return None if timeout is None else max(0.0, timeout - (time.monotonic() - since))
+        deadline = Deadline(timeout)
+        if self.link is not None and not self.done():
+            if not self._has_waited:
+                self._has_waited = True
+                super().add_done_callback(self.link.interrupt)
+            self.link.read_until(self, deadline.left_s)
+        return deadline.left_s
 
 
 def _call(callback: "Callable[[Future[_T]], object]", done: "Future[_T]") -> None:

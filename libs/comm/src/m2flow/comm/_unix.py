@@ -2,7 +2,8 @@
 
 Any thread may send: it writes at once what the socket takes, and leaves the rest to the io thread. And a thread that
 waits for an answer reads the socket itself meanwhile, so that no other thread stands between the wire and it; what it
-reads that is not for a waiting thread, it leaves to the io thread, in order.
+reads that is not for a waiting thread, it leaves to the io thread, in order. Nothing is written with a signal: SIGPIPE
+at its default, as shells want it, would end the process at a peer's death.
 """
 
 import array
@@ -18,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 from m2flow.comm import _frames
+from m2flow.comm._deadline import LONGEST_SLEEP_S
 from m2flow.comm._frames import Kind
 from m2flow.comm._loop import READ, WRITE, Loop
 from m2flow.comm._receiver import Receiver
@@ -94,7 +96,7 @@ class UnixLink:
             if writes and fd is None:
                 assert self._socket is not None
                 try:
-                    sent = self._socket.send(data)
+                    sent = self._socket.send(data, socket.MSG_NOSIGNAL)
                 except OSError:
                     # Full, or dead: what deals with the rest will find out.
                     sent = 0
@@ -184,7 +186,7 @@ class UnixLink:
             batch, fd = self._next_batch()
             ancillary = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
             try:
-                self._taken(connected.sendmsg(batch, ancillary))
+                self._taken(connected.sendmsg(batch, ancillary, socket.MSG_NOSIGNAL))
             except BlockingIOError:
                 break
             except OSError as error:
@@ -302,12 +304,16 @@ class UnixLink:
         with self._lock:
             if self._closed or self._socket is None or self._loop.inside():
                 return False
-            self._waiting, self._waiting_thread = awaited, threading.get_ident()
             if self._poll is None:
-                self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                try:
+                    self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                except OSError:
+                    # Out of descriptors: the io thread reads.
+                    return False
                 self._poll = select.poll()
                 self._poll.register(self._wake, select.POLLIN)
                 self._poll.register(self._socket, select.POLLIN)
+            self._waiting, self._waiting_thread = awaited, threading.get_ident()
             if self._out:
                 self._flush(self._socket)
             self._watch()
@@ -332,7 +338,7 @@ class UnixLink:
         while not awaited.done() and not self._closed:
             if deadline is not None:
                 # One more millisecond rather than none: the kernel's clock for this is coarse.
-                left_ms = (deadline - time.monotonic()) * 1000 + 1
+                left_ms = min(deadline - time.monotonic(), LONGEST_SLEEP_S) * 1000 + 1
                 if left_ms <= 1:
                     return
             if self._out:

@@ -71,7 +71,7 @@ class Handle(Generic[T]):
         Raises PeerLostError for a rank that died, as soon as one has; TimeoutError_ naming those that are missing, and
         only those. It may be waited for again.
         """
-        left_s = self._deadline.left_s
+        left_s, timeout_s = self._deadline.left_s, Deadline(timeout_s).left_s
         if left_s is not None:
             timeout_s = left_s if timeout_s is None else min(left_s, timeout_s)
         deadline = Deadline(timeout_s)

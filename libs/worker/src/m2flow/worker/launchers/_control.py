@@ -39,7 +39,7 @@ class _Connection:
             self.outgoing += data
             try:
                 while self.outgoing:
-                    del self.outgoing[: self.sock.send(self.outgoing)]
+                    del self.outgoing[: self.sock.send(self.outgoing, socket.MSG_NOSIGNAL)]
             except BlockingIOError:
                 return False
             except OSError:
@@ -177,7 +177,7 @@ class ControlClient:
         while self._outbox:
             said = merged(self._outbox.popleft() for _ in range(len(self._outbox)))
             with suppress(OSError):  # The driver has gone, and this process ends by another way.
-                self._sock.sendall(b"".join(framed(one.SerializeToString()) for one in said))
+                self._sock.sendall(b"".join(framed(one.SerializeToString()) for one in said), socket.MSG_NOSIGNAL)
 
     def listen(self, handle: Callable[[pb.SessionRequest], None]) -> None:
         """Starts to hear."""

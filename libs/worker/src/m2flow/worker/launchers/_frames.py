@@ -1,4 +1,7 @@
-"""Messages over a stream socket: four bytes of length, then the message."""
+"""Messages over a stream socket: four bytes of length, then the message.
+
+They are sent without SIGPIPE, which would end a process that has it at its default when the other end has gone.
+"""
 
 import socket
 import struct
@@ -16,7 +19,7 @@ def framed(body: bytes) -> bytes:
 
 def send_frame(sock: socket.socket, message: Message) -> None:
     """Sends one message. Blocks while the socket's buffer is full; raises OSError when the other end has gone."""
-    sock.sendall(framed(message.SerializeToString()))
+    sock.sendall(framed(message.SerializeToString()), socket.MSG_NOSIGNAL)
 
 
 class FrameReader:

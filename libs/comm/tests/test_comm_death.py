@@ -30,7 +30,7 @@ NURSERY = """
 """
 
 
-def test_a_hundred_killed_owners_leave_no_memory(make_endpoint: Any, peer: Any) -> None:
+def test_a_hundred_killed_owners_leave_no_memory_and_no_descriptor(make_endpoint: Any, peer: Any) -> None:
     earlier = _mapped()  # what tests before this one may still hold
     host = make_endpoint("host")
     host.host_channel("q", producers=[f"o{index}" for index in range(100)], consumers=["host"])
@@ -47,6 +47,8 @@ def test_a_hundred_killed_owners_leave_no_memory(make_endpoint: Any, peer: Any) 
         endpoint.stage_weights("w", 1, {"x": np.ones(30_000)})
         os.write(write, b"x")
         time.sleep(60)
+    say("up")
+    sys.stdin.readline()
     for index in range(100):
         pid, read = child(f"o{index}", work)
         assert os.read(read, 1) == b"x"
@@ -56,6 +58,10 @@ def test_a_hundred_killed_owners_leave_no_memory(make_endpoint: Any, peer: Any) 
     say("done")
     """,
     )
+    assert nursery.line() == "up"
+    descriptors = len(os.listdir("/proc/self/fd"))
+    nursery.process.stdin.write("begin\n")
+    nursery.process.stdin.flush()
     taken = 0
     while taken < 300:
         leases = channel.get_batch(8, timeout_s=30) if taken < 292 else [channel.get(timeout_s=30)]
@@ -66,9 +72,10 @@ def test_a_hundred_killed_owners_leave_no_memory(make_endpoint: Any, peer: Any) 
     del leases
     gc.collect()
     deadline = time.monotonic() + 5
-    while _mapped() - earlier and time.monotonic() < deadline:
+    while (_mapped() - earlier or len(os.listdir("/proc/self/fd")) > descriptors) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert _mapped() - earlier == set()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def _mapped() -> set[str]:
@@ -240,7 +247,7 @@ def test_a_forked_child_that_closes_its_copy_changes_nothing_for_its_parent(peer
             say((int(kept.min()), int(new.min()), int(new.max())))
         """,
     )
-    assert parent.line() == "got a payload for an endpoint of the parent process, want one made after the fork"
+    assert parent.line() == "endpoint 'a' is the parent process's: make one after the fork"
     assert (parent.line(), parent.line()) == ("7", "(1, 2, 2)")
 
 

@@ -157,11 +157,14 @@ class Fabric:
         return connection
 
     def _known(self, peer: str) -> Connection | None:
-        self._check_open()
+        self.check_open()
         # What a restarted peer has dialled is found here once the connection of its earlier life has ended.
         return self._dialled.get(peer) or self._accepted.get(peer)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises CommError where this endpoint is closed, or its parent's in a forked child."""
+        if self.abandoned:
+            raise CommError(f"endpoint {self.identity.name!r} is the parent process's: make one after the fork")
         if self._closed:
             raise CommError(f"endpoint {self.identity.name!r} is closed")
 
@@ -222,7 +225,7 @@ class Fabric:
 
     def listen(self, address: str) -> str:
         """Listens over gRPC too; returns the address bound."""
-        self._check_open()
+        self.check_open()
         return str(self._remote().listen(address, self._accept_stream))
 
     def in_this_process(self, peer: str) -> "Fabric | None":

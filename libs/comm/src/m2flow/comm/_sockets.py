@@ -122,5 +122,5 @@ class SocketDirectory:
 
 def check_name(name: str) -> None:
     """Raises ValueError for a name that is no file name, or too long for a socket."""
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"got endpoint name {name!r}, want 1 to 64 of letters, digits, '.', '_', '-'")

@@ -85,6 +85,10 @@ class Endpoint:
             raise ValueError(
                 f"got max_payload_bytes {max_payload_bytes}, want {INLINE_BYTES} or more: so much may come in a message"
             )
+        if quota_bytes is not None and quota_bytes < 0:
+            raise ValueError(
+                f"got quota_bytes {quota_bytes}, want 0 or more: None is a quarter of the machine's memory"
+            )
         self.name = name
         self.directory = Path(directory)
         self._executor = LaneExecutor(_MAX_THREADS, f"{name} handler")
@@ -181,6 +185,7 @@ class Endpoint:
         Calls that came earlier wait for it, for as long as a peer may take to appear. Raises ValueError for a service
         that has a handler. Blocks for the io thread.
         """
+        self._fabric.check_open()
         self._on_io_thread(lambda: self._calls.add(service, handler, prompt=prompt))
 
     def request(
@@ -358,10 +363,15 @@ class Endpoint:
         """Hosts a channel's index here. `producers` and `consumers` are the endpoints that may put and get.
 
         `capacity` bounds the items that wait to be taken; 0 is no bound. With `route="by_key"` every key has one
-        consumer; while that is dead or has left, another stands in for it. Raises ValueError for a name that is hosted.
-        Blocks for the io thread.
+        consumer; while that is dead or has left, another stands in for it. Raises ValueError for a channel's name that
+        is hosted, an endpoint's name that none can have and a capacity that is no int. Blocks for the io thread.
         """
+        self._fabric.check_open()
+        if not isinstance(capacity, int) or isinstance(capacity, bool):
+            raise ValueError(f"channel {name!r}: got capacity {capacity!r}, want an int: 1 or more, or 0 for no bound")
         index = ChannelIndex(name, capacity=capacity, producers=producers, consumers=consumers, route=route)
+        for member in (*producers, *consumers):
+            check_name(member)
         self._on_io_thread(lambda: self._host.add(index))
 
     def announce_successor(self, name: str, *, lost: str, successor: str) -> None:
@@ -371,6 +381,7 @@ class Endpoint:
         iteration that was ended stays so. Raises ValueError for a channel that is not hosted here or has no such
         producer. Blocks for the io thread.
         """
+        check_name(successor)
         self._on_io_thread(lambda: self._host.index(name).announce_successor(lost, successor))
 
     def drop_channel(self, name: str) -> None:
@@ -417,10 +428,11 @@ class Endpoint:
         base of its next changes, if the quota has room for both; else it is withdrawn, and they are waited for.
 
         Blocks for the digests, the copy and, while the quota is used up, for readers to let go. Raises ValueError for a
-        version that is not newer than the last, PayloadError for what is no array, CommError for weights that do not
-        fit into the quota beside those of other names, and TimeoutError_ after `timeout_s` seconds: then the version
-        before may be withdrawn, and the next to be staged is the next to be had.
+        version that is no int from 0 or not newer than the last, PayloadError for what is no array, CommError for
+        weights that do not fit into the quota beside those of other names, and TimeoutError_ after `timeout_s` seconds:
+        then the version before may be withdrawn, and the next to be staged is the next to be had.
         """
+        self._fabric.check_open()
         return self._weights.stage(name, version, weights, timeout_s=timeout_s)
 
     def offer_weights(self, name: str, version: int, weights: Mapping[str, Tree]) -> None:
@@ -428,6 +440,7 @@ class Endpoint:
 
         `weights` is as in `stage_weights`, and must stay as it is until it is released or this endpoint is closed.
         """
+        self._fabric.check_open()
         self._weights.offer(name, version, weights)
 
     def fetch_weights(

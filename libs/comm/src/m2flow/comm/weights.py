@@ -22,7 +22,7 @@ from m2flow.comm._calls import Lend, Request
 from m2flow.comm._changes import changes
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._segments import Pool, Slot, slot_bytes
-from m2flow.comm._tree import Bytes
+from m2flow.comm._tree import Bytes, check
 from m2flow.comm.errors import CommError, PayloadError, TimeoutError_
 from m2flow.comm.payload import Encoded, Place, Tree, decode, encode, structure
 from m2flow.comm.resharding import Box, Shard
@@ -118,6 +118,7 @@ class WeightStore:
         """Copies a version into shared memory and offers it in the place of the one before; see `stage_weights`."""
         deadline = Deadline(timeout_s)
         started = time.monotonic()
+        _check_version(name, version)
         arrays = {key: value.data if isinstance(value, Shard) else value for key, value in weights.items()}
         layout = packed_layout(weights)
         line = self._line(name)
@@ -149,6 +150,7 @@ class WeightStore:
 
         It must stay as it is until it is released or the store is closed.
         """
+        _check_version(name, version)
         arrays = {key: value.data if isinstance(value, Shard) else value for key, value in weights.items()}
         layout = packed_layout(weights)
         with self._lock:
@@ -440,6 +442,11 @@ def _stamp() -> int:
     return int.from_bytes(os.urandom(8), "little")
 
 
+def _check_version(name: str, version: int) -> None:
+    if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+        raise ValueError(f"weights {name!r}: got version {version!r}, want an int from 0")
+
+
 def _laid(tree: Tree) -> Tree:
     """Returns a version's stamp and layout."""
     return tree["stamp"], tree["layout"]
@@ -481,6 +488,7 @@ def _layout(value: Tree) -> Laid:
     data = value.data if isinstance(value, Shard) else value
     if not (isinstance(data, np.ndarray) or _torch.is_tensor(data)):
         raise PayloadError(f"got a {type(data).__name__} among weights, want arrays and tensors only")
+    check(data)
     shape, kind = tuple(data.shape), new_empty(data, (0,))
     if isinstance(value, Shard):
         return Laid(Box(value.offset, shape), value.global_shape, kind)

@@ -12,26 +12,38 @@ import torch
 
 from m2flow.comm import TimeoutError_
 
-ITEM = np.ones(1 << 20, np.uint8)
+ITEM = np.ones(2 << 20, np.uint8)
 
 
-def test_puts_that_wait_for_memory_leave_the_loop_its_threads(make_endpoint: Any) -> None:
-    host, producer = make_endpoint("host"), make_endpoint("p", quota_bytes=4 * ITEM.nbytes)
+@pytest.mark.parametrize("item", [ITEM, ITEM[: 100 << 10]], ids=["large", "small"])
+def test_puts_that_wait_for_memory_leave_the_loop_its_threads(make_endpoint: Any, item: Any) -> None:
+    host, producer = make_endpoint("host"), make_endpoint("p", quota_bytes=4 * item.nbytes)
     host.host_channel("q", producers=["p"], consumers=["host"])
     puts, gets = producer.channel("q", host="host"), host.channel("q", host="host")
 
     async def main() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        pending = [asyncio.create_task(puts.aput(ITEM)) for _ in range(20)]
+        pending = [asyncio.create_task(puts.aput(item)) for _ in range(20)]
         for _ in pending:
             lease = await gets.aget(timeout_s=10)
             # Work that is done beside the loop, as what makes room is.
-            assert await asyncio.wait_for(asyncio.to_thread(lambda item: int(item.sum()), lease.item), 10) == 1 << 20
+            assert await asyncio.wait_for(asyncio.to_thread(lambda item: int(item.sum()), lease.item), 10) == item.size
             gets.ack(lease)
             del lease
         await asyncio.gather(*pending)
 
     asyncio.run(main())
+
+
+def test_a_small_put_that_finds_memory_starts_no_thread(make_endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, producer = make_endpoint("host"), make_endpoint("p")
+    host.host_channel("q", producers=["p"], consumers=["host"])
+    puts, gets = producer.channel("q", host="host"), host.channel("q", host="host")
+    puts.put("first")
+    monkeypatch.setattr(threading.Thread, "start", None)
+    asyncio.run(puts.aput(ITEM[: 100 << 10]))
+    assert gets.get(timeout_s=10).item == "first"
+    assert (gets.get(timeout_s=10).item == ITEM[: 100 << 10]).all()
 
 
 def test_a_put_that_waits_behind_others_for_memory_times_out(make_endpoint: Any) -> None:

@@ -4,6 +4,7 @@ The order is kept by an index in the endpoint that hosts the channel; every othe
 of large items stay where their producer wrote them, in shared memory, and the consumer maps them there.
 """
 
+import contextlib
 import operator
 import sys
 import threading
@@ -26,6 +27,8 @@ from m2flow.proto.comm.v1 import comm_pb2
 
 # A tombstone's reason must not be empty: an item with none is an ordinary one.
 NO_REASON = "no reason given"
+# A copy of so much takes less than another thread takes to begin one.
+_COPIED_AT_ONCE_BYTES = 1 << 20
 
 
 class Put(NamedTuple):
@@ -181,7 +184,7 @@ class Channel:
         )
 
     async def aput_many(self, items: Sequence[Put], *, timeout_s: float | None = None) -> None:
-        """Like `put_many`, without blocking the event loop: items of more than 32 KiB are copied on another thread.
+        """Like `put_many`, without blocking the event loop: more than 1 MiB is copied on another thread.
 
         What is no array is encoded on the loop's, pickles too.
         """
@@ -409,10 +412,19 @@ class Channel:
     async def _ask_put_async(
         self, puts: Sequence[Put], encoded: Sequence[Encoded], deadline: Deadline, line: Line
     ) -> Asked:
-        """Like `_ask_put`, packing on another thread; cancelled, that thread ends, and nothing is put or stays lent."""
+        """Like `_ask_put`, packing what is large or waits for memory on another thread.
+
+        Cancelled, that thread ends, and nothing is put or stays lent.
+        """
         asyncio = sys.modules["asyncio"]
         request, key = self._put_request(puts, wait=True), _key_of(puts)
         connection = self._connect(self.host)
+        small = sum(payload.size_bytes for payload in encoded) <= _COPIED_AT_ONCE_BYTES
+        if small and not any(payload.from_gpu for payload in encoded):
+            # Where there is memory for it now.
+            with contextlib.suppress(TimeoutError_):
+                here = self._pack(connection, encoded, key, Deadline(0.0), at_once=True)
+                return self._send_put(request, connection, here, key, deadline)
         packed: list[bytes | comm_pb2.Block] = []
         # Taken by who comes first: this thread when it is cancelled, or the other when it has packed all.
         decided = threading.Lock()

@@ -494,7 +494,8 @@ class ChannelIndex:
         drop(entries)
         for entry in entries:
             self._remaining[entry.iteration] -= 1
-            for lease in entry.lost:
+        if self._lost:
+            for lease in [lease for entry in entries for lease in entry.lost]:
                 del self._lost[lease]
         for iteration in {entry.iteration for entry in entries}:
             self._forget_iteration(iteration)

@@ -1,8 +1,10 @@
 """Async puts of what is large: on threads that are the loop's no more than they keep a process from ending."""
 
 import asyncio
+import gc
 import threading
 import tracemalloc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -44,6 +46,20 @@ def test_a_small_put_that_finds_memory_starts_no_thread(make_endpoint: Any, monk
     asyncio.run(puts.aput(ITEM[: 100 << 10]))
     assert gets.get(timeout_s=10).item == "first"
     assert (gets.get(timeout_s=10).item == ITEM[: 100 << 10]).all()
+
+
+def test_a_loop_that_has_ended_is_not_kept(make_endpoint: Any) -> None:
+    host, producer = make_endpoint("host"), make_endpoint("p")
+    host.host_channel("q", producers=["p"], consumers=["host"])
+    channel = producer.channel("q", host="host")
+
+    async def main() -> "weakref.ref[asyncio.AbstractEventLoop]":
+        await asyncio.gather(*[channel.aput(ITEM) for _ in range(12)])
+        return weakref.ref(asyncio.get_running_loop())
+
+    ended = asyncio.run(main())
+    gc.collect()
+    assert ended() is None
 
 
 def test_a_put_that_waits_behind_others_for_memory_times_out(make_endpoint: Any) -> None:

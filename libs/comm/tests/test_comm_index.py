@@ -797,7 +797,7 @@ def test_a_consumer_that_closes_gives_its_leases_back() -> None:
     ("settings", "fault"),
     [
         ({"consumers": [], "route": "by_key"}, "got no consumers, want at least one to route keys to"),
-        ({"capacity": -1}, "got capacity -1, want 1 or more, or 0 for no bound"),
+        ({"capacity": -1}, "got capacity -1, want an int: 1 or more, or 0 for no bound"),
         ({"route": "by-key"}, "got route 'by-key', want 'any' or 'by_key'"),
         ({"producers": "ab"}, r"got producers 'ab', want a list of names: give it \['ab'\]"),
         ({"consumers": "c"}, "got consumers 'c', want a list of names"),
@@ -814,7 +814,8 @@ def test_what_is_acknowledged_after_its_lease_was_lost_is_told_once_and_given_ou
     driver.put("a", "b")
     leases = driver.get(2).leases
     driver.die("c")
-    driver.index.ack("c", leases, give_back=False)
+    for _ in range(3):
+        driver.index.ack("c", leases, give_back=False)
     assert driver.get().answers == [([], Refusal("LeaseLostError", "'a' and 1 more"))]
     again = driver.get(2)
     assert again.ids == ["a", "b"]
@@ -851,3 +852,16 @@ def test_withdrawing_many_who_wait_takes_no_longer_for_each() -> None:
     for request in range(driver.last_request(), driver.last_request() - len(asked), -1):
         driver.index.cancel("p" if request <= len(asked) // 2 + 1 else "c", request)
     assert {one.refused for one in asked} == {"TimeoutError_"}
+
+
+def test_withdrawing_a_put_behind_another_looks_at_nobody_who_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(capacity=1)
+    driver.put("full")
+    waits = driver.get(key="k")
+    first, second = driver.put("1"), driver.put("2")
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.index, "_serve_all", None)
+        driver.index.cancel("p", driver.last_request())
+    assert second.refused == "TimeoutError_"
+    assert first.waits
+    assert waits.waits

@@ -20,7 +20,7 @@ def test_a_capacity_that_is_no_count_is_refused(make_endpoint: Any, capacity: An
     ):
         host.host_channel("q", capacity=capacity, producers=["p"], consumers=["host"])
     # It was taken, and ended the connection of who put more than there was room for.
-    host.host_channel("q", capacity=8, producers=["p"], consumers=["host"])
+    host.host_channel("q", capacity=np.int64(8), producers=["p"], consumers=["host"])
     producer.channel("q", host="host").put_many([Put(item=index) for index in range(8)], timeout_s=10)
 
 
@@ -41,7 +41,7 @@ def test_a_version_that_is_no_number_is_refused_and_harms_no_other(make_endpoint
     for give in (trainer.stage_weights, trainer.offer_weights):
         with pytest.raises(ValueError, match=f"weights 'w': got version {version!r}, want an int from 0"):
             give("w", version, {"x": ARRAY})
-    trainer.stage_weights("w", 0, {"x": ARRAY})
+    trainer.stage_weights("w", np.int64(0), {"x": ARRAY})
     assert trainer.newest_weights("trainer", "w") == 0
 
 

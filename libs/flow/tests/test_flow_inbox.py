@@ -2,7 +2,7 @@
 
 import pytest
 
-from m2flow.comm import Endpoint, TimeoutError_
+from m2flow.comm import Endpoint, LeaseLostError, TimeoutError_
 from m2flow.flow import lower, spatial_plan
 from m2flow.flow._inbox import Inbox
 from m2flow.flow._mail import inbox_channel
@@ -63,6 +63,22 @@ def test_a_stage_in_a_loop_takes_what_has_arrived_as_one_batch(flow, ends):
     assert [item.seq for item in inbox.next(timeout_s=0.0).items] == [(8,)]
     with pytest.raises(TimeoutError_):
         inbox.next(timeout_s=0.0)
+
+
+def test_a_lease_that_ended_with_its_connection_ends_no_stage(flow, ends):
+    inbox_of(flow, ends, "policy.act")
+    inbox, asked = inbox_of(flow, ends, "sink")
+    env = Outlet(flow, "env.step", ends["env.0"], Tally())
+    get_batch = inbox._channel.get_batch
+
+    def lost(*args, **options):
+        inbox._channel.get_batch = get_batch
+        raise LeaseLostError("sink", "'a'")
+
+    inbox._channel.get_batch = lost
+    env.put([Item((0,), 0).as_tombstone("died")], [0], 0)
+    assert [item.seq for item in inbox.next(timeout_s=1.0).dead] == [(0,)]
+    assert len(asked) == 1
 
 
 def test_an_episode_whose_process_died_between_two_puts_dies_once(flow, ends):

@@ -155,30 +155,25 @@ def test_a_gate_waits_for_who_comes_back():
 
 def test_the_episodes_of_every_iteration_under_way_die_with_their_process():
     orphans = Orphans()
-    item = Item((0,), 1)
-    assert orphans.among(1, "step", [item], [1], enters=False) == []
+    item = [Item((0,), 1)]
+    reset, step = {"enters": True, "in_loop": False}, {"enters": False, "in_loop": True}
+    assert orphans.among(1, item, [1], **step) == []
     orphans.bury([0, 1])
-    assert orphans.among(1, "step", [item], [0], enters=False) == [item]
-    assert orphans.among(1, "reset", [item], [0], enters=True) == []
-    assert orphans.among(1, "step", [item], [0], enters=False) == []
-    assert orphans.among(1, "step", [item], [1], enters=False) == []
-    assert orphans.among(0, "step", [item], [1], enters=False) == [item]
-    assert orphans.among(2, "step", [item], [1], enters=False) == []
+    assert orphans.among(1, item, [0], **step) == item
+    assert orphans.among(1, item, [0], **reset) == []
+    assert orphans.among(1, item, [0], **step) == []
+    assert orphans.among(1, item, [1], **step) == []
+    assert orphans.among(1, item, [1], enters=False, in_loop=False) == []
+    assert orphans.among(0, item, [1], **step) == item
+    assert orphans.among(2, item, [1], **step) == []
 
 
 def test_an_episode_that_begins_anew_does_not_go_on_in_its_middle():
     orphans = Orphans()
-    item = Item((0,), 1)
+    item = [Item((0,), 1)]
     orphans.bury([1])
-    # Its reset was not committed when the process died; its first step was.
-    assert orphans.among(1, "reset", [item], [0], enters=True) == []
-    assert orphans.among(1, "step", [item], [1], enters=False) == [item]
-    assert orphans.among(1, "score", [item], [2], enters=False) == [item]
-
-
-def test_an_episode_of_the_new_process_goes_on_behind_its_loop():
-    orphans = Orphans()
-    item = Item((0,), 1)
-    orphans.bury([1])
-    rounds = [("reset", 0), ("step", 0), ("step", 1), ("score", 1)]
-    assert [orphans.among(1, s, [item], [n], enters=s == "reset") for s, n in rounds] == [[]] * 4
+    # What comes before the loop was not committed when the process died; the first step was.
+    assert orphans.among(1, item, [0], enters=True, in_loop=False) == []
+    assert orphans.among(1, item, [0], enters=False, in_loop=False) == []
+    assert orphans.among(1, item, [1], enters=False, in_loop=True) == item
+    assert orphans.among(1, item, [2], enters=False, in_loop=False) == item

@@ -247,9 +247,10 @@ class Streams:
             port = self._bind(server, address)
         except RuntimeError as error:
             # Which does not say why.
-            raise CommError(
-                f"cannot listen at {address!r}, want a port of this host that is free: port 0 is one ({error})"
-            ) from error
+            want = "a port of this host that is free: port 0 is one"
+            if address.startswith("unix:"):
+                want = "a path in a directory of one's own, where no file is"
+            raise CommError(f"cannot listen at {address!r}, want {want} ({error})") from error
         await server.start()
         self._servers.append(server)
         return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"

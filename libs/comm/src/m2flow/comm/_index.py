@@ -5,6 +5,7 @@ brings the function that answers it, at once or when what it asked for is there.
 the change can serve are served before the call returns, so that nobody sleeps beside an item.
 """
 
+import operator
 import os
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Sequence
@@ -48,12 +49,12 @@ class ChannelIndex:
         for role, names in (("producers", producers), ("consumers", consumers)):
             if isinstance(names, str):
                 raise ValueError(f"channel {name!r}: got {role} {names!r}, want a list of names: give it [{names!r}]")
-        if capacity < 0:
-            raise ValueError(f"channel {name!r}: got capacity {capacity}, want 1 or more, or 0 for no bound")
+        if isinstance(capacity, bool) or not hasattr(capacity, "__index__") or capacity < 0:
+            raise ValueError(f"channel {name!r}: got capacity {capacity!r}, want an int: 1 or more, or 0 for no bound")
         if route not in ("any", "by_key"):
             raise ValueError(f"channel {name!r}: got route {route!r}, want 'any' or 'by_key'")
         self.name = name
-        self.capacity = capacity
+        self.capacity = operator.index(capacity)
         self.members = Members(producers, consumers)
         self.counts = Counts()
         self.closed = False
@@ -65,8 +66,8 @@ class ChannelIndex:
         self._leases: dict[Hashable, dict[int, Entry]] = {}
         # What is yet to be acknowledged, by the leases that ended with their connections.
         self._lost: dict[int, Entry] = {}
-        # What a connection acknowledged by such a lease, until its next get is told.
-        self._void: dict[Hashable, list[Entry]] = {}
+        # The ids that a connection acknowledged by such leases, until its next get is told.
+        self._void: dict[Hashable, dict[str, None]] = {}
         self._num_orders = 0
         # Leases are numbered from anywhere: one of a channel that had this name before is none of this one's.
         self._num_leases = int.from_bytes(os.urandom(5), "little")
@@ -120,9 +121,7 @@ class ChannelIndex:
             return
         if self._void and caller.session in self._void:
             first, *others = self._void.pop(caller.session)
-            caller.answer(
-                (), Refusal("LeaseLostError", f"{first.id!r}" + (f" and {len(others)} more" if others else ""))
-            )
+            caller.answer((), Refusal("LeaseLostError", f"{first!r}" + (f" and {len(others)} more" if others else "")))
             return
         if self.members.takes(caller.member, caller.session):
             self._share_out()
@@ -150,9 +149,9 @@ class ChannelIndex:
             self._leases.pop(session, None)
         if len(entries) < len(leases):
             entries += self._leased_before(leases)
-            void = [self._lost[lease] for lease in leases if lease in self._lost]
+            void = [self._lost[lease].id for lease in leases if lease in self._lost]
             if void and not give_back:
-                self._void.setdefault(session, []).extend(void)
+                self._void.setdefault(session, {}).update(dict.fromkeys(void))
         if give_back:
             self._requeue(entries)
             self._settle()
@@ -193,12 +192,14 @@ class ChannelIndex:
 
     def cancel(self, session: Hashable, request: int) -> None:
         """Withdraws a request that waits, answering whom it waited for; one already answered is left alone."""
+        first = next(iter(self._waiting.puts), None)
         put = self._waiting.puts.pop((session, request), None)
         get = self._waiting.asked.get((session, request))
         if put is not None:
             drop(put.entries)
             put.caller.answer((), Refusal("TimeoutError_", peers=tuple(self.members.consumers)))
-            self._admit()
+            if first == (session, request) or self._end_waits:
+                self._admit()
         elif get is not None:
             self._waiting.remove(get)
             # Where all is ended, those whose puts wait for room.
@@ -237,6 +238,7 @@ class ChannelIndex:
         leased = [entry for held in self._leases.values() for entry in held.values()]
         self._leases.clear()
         self._lost.clear()
+        self._void.clear()
         drop([*everything, *leased])
         self.end_channel()
 
@@ -268,7 +270,9 @@ class ChannelIndex:
 
     def num_states(self) -> int:
         """Returns how many views, iterations, waiters and lost leases are remembered: what must not grow with use."""
-        return self._queue.num_views() + len(self._remaining) + len(self._waiting.gets) + len(self._lost)
+        return (
+            self._queue.num_views() + len(self._remaining) + len(self._waiting.gets) + len(self._lost) + len(self._void)
+        )
 
     # Putting.
 

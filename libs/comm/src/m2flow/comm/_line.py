@@ -27,14 +27,16 @@ class Line:
     """A line; whoever has left it asks before anything else runs on the loop, so that nobody comes between."""
 
     def __init__(self) -> None:
+        # Futures lead to their loop, which is not to be kept: none stays here that nobody awaits.
         self._turns: deque[asyncio.Future[None]] = deque()
-        # Whoever awaits has imported it.
-        self._threads: asyncio.Semaphore = sys.modules["asyncio"].Semaphore(_MAX_THREADS)
+        self._for_threads: deque[asyncio.Future[None]] = deque()
+        self._num_threads = 0
 
     async def room(self, connection: Connection, deadline: Deadline) -> bool:
         """Waits for one's turn and for room; says whether both came in time. Cancelled, it lets the next one look."""
         if not self._turns and connection.has_room():
             return True
+        # Whoever awaits has imported it.
         asyncio = sys.modules["asyncio"]
         turn = asyncio.get_running_loop().create_future()
         self._turns.append(turn)
@@ -59,10 +61,9 @@ class Line:
         Raises what the call raises. Cancelled, it does not wait for a call that has begun.
         """
         asyncio = sys.modules["asyncio"]
-        try:
-            async with asyncio.timeout(deadline.left_s):
-                await self._threads.acquire()
-        except TimeoutError:
+        if self._num_threads < _MAX_THREADS:
+            self._num_threads += 1
+        elif not await self._handed_over(deadline):
             return False
         try:
             done: Future[None] = Future()
@@ -71,8 +72,30 @@ class Line:
             threading.Thread(target=_run, args=(call, done), name="m2flow-comm copies", daemon=True).start()
             await asyncio.wrap_future(done)
         finally:
-            self._threads.release()
+            self._hand_over()
         return True
+
+    async def _handed_over(self, deadline: Deadline) -> bool:
+        """Waits for another's thread; says whether there was one in time."""
+        asyncio = sys.modules["asyncio"]
+        turn = asyncio.get_running_loop().create_future()
+        self._for_threads.append(turn)
+        try:
+            await asyncio.wait([turn], timeout=deadline.left_s)
+        except BaseException:
+            if turn.done():
+                self._hand_over()
+            raise
+        finally:
+            if not turn.done():
+                self._for_threads.remove(turn)
+        return bool(turn.done())
+
+    def _hand_over(self) -> None:
+        if self._for_threads:
+            self._for_threads.popleft().set_result(None)
+        else:
+            self._num_threads -= 1
 
 
 def _run(call: Callable[[], None], done: "Future[None]") -> None:

@@ -29,12 +29,12 @@ class Caller(NamedTuple):
     answer: Answer
 
     @property
-    def asked(self) -> "Asked":
+    def asked(self) -> "RequestId":
         """What it asked for, as who withdraws it says."""
         return self.session, self.request
 
 
-Asked = tuple[Hashable, int]
+RequestId = tuple[Hashable, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -61,9 +61,9 @@ class Get:
 class Waiting:
     """Those who wait, in order, by what they asked for; those who take also by what they want."""
 
-    puts: OrderedDict[Asked, Put] = field(default_factory=OrderedDict)
+    puts: OrderedDict[RequestId, Put] = field(default_factory=OrderedDict)
     gets: dict[Filter, OrderedDict[int, Get]] = field(default_factory=dict)
-    asked: dict[Asked, Get] = field(default_factory=dict)
+    asked: dict[RequestId, Get] = field(default_factory=dict)
     tickets: int = 0
 
     def add(self, get: Get) -> None:

@@ -191,7 +191,8 @@ class Channel:
         if not items:
             return
         deadline, encoded = Deadline(timeout_s), self._encoded(items)
-        line = self._lines.setdefault(sys.modules["asyncio"].get_running_loop(), Line())
+        events = sys.modules["asyncio"].get_running_loop()
+        line = self._lines.get(events) or self._lines.setdefault(events, Line())
         if not await line.room(self._connect(self.host), deadline):
             raise self._timed_out(_key_of(items), self.host, deadline)
         if encoded is not None and max(payload.size_bytes for payload in encoded) > INLINE_BYTES:
@@ -215,7 +216,7 @@ class Channel:
 
         First it commits the leases in `ack`, as `ack` does, for the price of no message: they are committed also where
         there is no item for it. Should the connection be lost meanwhile, the same may be asked again: it commits what
-        is not committed yet, or takes nothing and raises LeaseLostError, where others are given that by now.
+        is not committed yet, and takes nothing and raises LeaseLostError where something of it is queued again.
         Raises IterationEnded once every producer has ended `iteration` and none of its items is queued for this
         consumer, or waits for room; ChannelClosedError once the channel is closed and drained; PeerLostError naming a
         producer that was gone before it closed the channel, once what it had put is drained and unless a successor is

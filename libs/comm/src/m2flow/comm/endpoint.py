@@ -87,7 +87,7 @@ class Endpoint:
             )
         if quota_bytes is not None and quota_bytes < 0:
             raise ValueError(
-                f"got quota_bytes {quota_bytes}, want 0 or more: None is a quarter of the machine's memory"
+                f"got quota_bytes {quota_bytes}, want 0 or more: None is a quarter of the memory that there is"
             )
         self.name = name
         self.directory = Path(directory)
@@ -367,11 +367,9 @@ class Endpoint:
         is hosted, an endpoint's name that none can have and a capacity that is no int. Blocks for the io thread.
         """
         self._fabric.check_open()
-        if not isinstance(capacity, int) or isinstance(capacity, bool):
-            raise ValueError(f"channel {name!r}: got capacity {capacity!r}, want an int: 1 or more, or 0 for no bound")
-        index = ChannelIndex(name, capacity=capacity, producers=producers, consumers=consumers, route=route)
         for member in (*producers, *consumers):
             check_name(member)
+        index = ChannelIndex(name, capacity=capacity, producers=producers, consumers=consumers, route=route)
         self._on_io_thread(lambda: self._host.add(index))
 
     def announce_successor(self, name: str, *, lost: str, successor: str) -> None:

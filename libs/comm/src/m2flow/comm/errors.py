@@ -4,7 +4,7 @@
     ├── PayloadError          a value that cannot be encoded, or bytes that are no payload
     ├── ChannelClosedError    the channel has ended and is drained
     ├── ChannelFullError      `put_nowait` found no room
-    ├── LeaseLostError        what was acknowledged had been given out again
+    ├── LeaseLostError        what was acknowledged had been queued again
     ├── PeerLostError         the other end's socket was closed by its death
     ├── TimeoutError_         nothing came in time (also a TimeoutError)
     └── RemoteError           the handler at the other end raised
@@ -58,12 +58,12 @@ class ChannelFullError(CommError):
 
 
 class LeaseLostError(CommError):
-    """What a consumer acknowledged was leased over a connection that had ended, and is given out again."""
+    """What a consumer acknowledged was leased over a connection that had ended, and is queued again."""
 
     def __init__(self, channel: str, items: str) -> None:
         super().__init__(
             f"channel {channel!r}: got an acknowledgement of {items}, whose lease had ended with its connection: "
-            "it is given out again, so undo what it caused"
+            "it is queued again, so undo what it caused"
         )
         self.channel = channel
 

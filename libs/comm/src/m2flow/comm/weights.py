@@ -7,6 +7,7 @@ are there (of all tensors the first time, asking for those that are not), and ho
 """
 
 import itertools
+import operator
 import os
 import threading
 import time
@@ -118,7 +119,7 @@ class WeightStore:
         """Copies a version into shared memory and offers it in the place of the one before; see `stage_weights`."""
         deadline = Deadline(timeout_s)
         started = time.monotonic()
-        _check_version(name, version)
+        version = _checked_version(name, version)
         arrays = {key: value.data if isinstance(value, Shard) else value for key, value in weights.items()}
         layout = packed_layout(weights)
         line = self._line(name)
@@ -150,7 +151,7 @@ class WeightStore:
 
         It must stay as it is until it is released or the store is closed.
         """
-        _check_version(name, version)
+        version = _checked_version(name, version)
         arrays = {key: value.data if isinstance(value, Shard) else value for key, value in weights.items()}
         layout = packed_layout(weights)
         with self._lock:
@@ -442,9 +443,11 @@ def _stamp() -> int:
     return int.from_bytes(os.urandom(8), "little")
 
 
-def _check_version(name: str, version: int) -> None:
-    if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+def _checked_version(name: str, version: int) -> int:
+    if isinstance(version, bool) or not hasattr(version, "__index__") or version < 0:
         raise ValueError(f"weights {name!r}: got version {version!r}, want an int from 0")
+    # Of numpy, maybe.
+    return operator.index(version)
 
 
 def _laid(tree: Tree) -> Tree:

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from m2flow.comm import Channel, IterationEnded, Lease, PeerLostError, TimeoutError_
+from m2flow.comm import Channel, IterationEnded, Lease, LeaseLostError, PeerLostError, TimeoutError_
 from m2flow.flow._mail import ENTERED, parse_id
 from m2flow.flow.errors import RunError
 from m2flow.flow.glue import LEFT, MARKS, Glue, Quota
@@ -168,6 +168,9 @@ class Inbox:
             )
         except IterationEnded:
             self._finish()
+            return
+        except LeaseLostError:
+            # What was done comes again, and what it gives is dropped by its ids.
             return
         except PeerLostError as lost:
             if not self._flow.comes_back(lost.peer):

@@ -61,6 +61,7 @@ class StageLoop:
         self._num_chunks = 0
         # What enters a loop here may have been inside it when the process before this one died.
         self._enters = flow.is_entry(stage) and not stage.inbox.feedback
+        self._in_loop = flow.is_in_loop(stage)
         self.lost = self._inbox.lost
 
     def run(self) -> None:
@@ -119,7 +120,9 @@ class StageLoop:
     def _drop_orphans(self, chunk: Chunk) -> None:
         """Turns items whose episodes died with the process before this one into tombstones."""
         rounds = [chunk.round_of(item) for item in chunk.items]
-        lost = self._unit.orphans.among(self._iteration, self._stage.name, chunk.items, rounds, enters=self._enters)
+        lost = self._unit.orphans.among(
+            self._iteration, chunk.items, rounds, enters=self._enters, in_loop=self._in_loop
+        )
         if lost:
             chunk.items = [item for item in chunk.items if all(item is not gone for gone in lost)]
             chunk.dead += [item.as_tombstone(DIED) for item in lost]

@@ -147,14 +147,22 @@ class MicroFlow:
 
     def is_entry(self, stage: MicroStage) -> bool:
         """Whether items come to the stage's group by this stage first: none of the group's others is on their way."""
+        return all(self.stage(name).group != stage.group for name in self._before(stage, feedback=False))
+
+    def is_in_loop(self, stage: MicroStage) -> bool:
+        """Whether items come to the stage again."""
+        return stage.name in self._before(stage, feedback=True)
+
+    def _before(self, stage: MicroStage, *, feedback: bool) -> set[str]:
+        """The stages that items may have passed on their way to one, round loops too with `feedback`."""
         before: set[str] = set()
         frontier = [stage]
         while frontier:
             inbox = frontier.pop().inbox
-            fresh = set(inbox.ports) - set(inbox.feedback) - before
+            fresh = set(inbox.ports) - (set() if feedback else set(inbox.feedback)) - before
             before |= fresh
             frontier += [self.stage(name) for name in fresh]
-        return all(self.stage(name).group != stage.group for name in before)
+        return before
 
     def endpoints(self, stage: str) -> tuple[str, ...]:
         """The names of the processes that run a stage: "rollout.0" ..., or the driver."""

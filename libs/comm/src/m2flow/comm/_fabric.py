@@ -333,8 +333,7 @@ class Fabric:
             self.loop.call(partial(link.fail, f"nobody listens at its socket any more ({error})"))
         except OSError as error:
             # The peer may be well.
-            self._lose(connection, system_refuses(f"connect to {connection.peer!r}", error))
-            self.loop.call(partial(link.fail, f"this end cannot connect ({error})"))
+            self.loop.call(partial(link.fail, system_refuses(f"connect to {connection.peer!r}", error)))
         else:
             link.attach(connected)
 
@@ -438,14 +437,15 @@ class Fabric:
 
     # Endings.
 
-    def _gone(self, connection: Connection, reason: str) -> None:
+    def _gone(self, connection: Connection, reason: str | CommError) -> None:
         with self._lock:
             self._all.discard(connection)
             for by_name in (self._dialled, self._accepted):
                 if by_name.get(connection.peer) is connection:
                     del by_name[connection.peer]
             never_met = not connection.greeted and connection.peer in self._accepted
-        lost = self._was_closed() if self._closed else PeerLostError(connection.peer, reason)
+        error = PeerLostError(connection.peer, reason) if isinstance(reason, str) else reason
+        lost = self._was_closed() if self._closed else error
         self._lose(connection, lost, and_mail=not never_met)
         if connection.greeted:
             # Peers hang up on an endpoint that has said goodbye: what ends then is no death either.

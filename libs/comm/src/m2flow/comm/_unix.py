@@ -32,7 +32,8 @@ _Frame = tuple[Kind, int, bytes, int | None]
 OnFrame = Callable[[Kind, int, bytes, int | None], object]
 # The same on a thread that waits: says whether it has dealt with the frame.
 TakeFrame = Callable[[Kind, int, bytes, int | None], bool]
-OnClosed = Callable[[str], None]
+# What became of the peer, or the error of this end.
+OnClosed = Callable[[str | CommError], None]
 
 
 class UnixLink:
@@ -127,8 +128,8 @@ class UnixLink:
                     self._flush(self._socket)
             self._shut()
 
-    def fail(self, reason: str) -> None:
-        """Closes the socket and reports it, on the io thread."""
+    def fail(self, reason: str | CommError) -> None:
+        """Closes the socket and reports why, on the io thread."""
         with self._lock:
             if self._closed:
                 return
@@ -386,5 +387,5 @@ def _no_frame(kind: Kind, request_id: int, body: bytes, fd: int | None) -> bool:
     return True
 
 
-def _no_close(reason: str) -> None:
+def _no_close(reason: str | CommError) -> None:
     """A closed link does not close again."""

@@ -96,6 +96,16 @@ def test_calls_and_channels_work_over_a_bad_line(hosts: Hosts, fields: dict[str,
     assert line(b) == "60"
 
 
+def cut_when_told(network: network_of_two.Network, a: "subprocess.Popen[str]", b: "subprocess.Popen[str]") -> None:
+    """Cuts the line once a says so, which goes on then."""
+    assert line(b) == "up"
+    assert line(a) == "cut now"
+    network.set(cut=True)
+    assert a.stdin is not None
+    a.stdin.write("go\n")
+    a.stdin.flush()
+
+
 PUT_THROUGH = """
     channel, errors = endpoint.channel("q", host="b"), []
     for index in range(300):
@@ -145,12 +155,7 @@ def test_a_partition_is_named_at_both_ends_and_after_it_nothing_is_lost_or_doubl
     network, start = hosts
     b = start("b", TAKE_THROUGH)
     a = start("a", PUT_THROUGH)
-    assert line(b) == "up"
-    assert line(a) == "cut now"
-    network.set(cut=True)
-    assert a.stdin is not None
-    a.stdin.write("go\n")
-    a.stdin.flush()
+    cut_when_told(network, a, b)
     assert line(a) in ("TimeoutError_ b", "PeerLostError b")
     assert line(b) in ("TimeoutError_ a", "PeerLostError a")
     if until_lost:
@@ -199,12 +204,7 @@ def test_what_a_consumer_commits_behind_a_partition_is_neither_lost_nor_doubled(
     network, start = hosts
     b = start("b", PUT_HERE)
     a = start("a", TAKE_THERE)
-    assert line(b) == "up"
-    assert line(a) == "cut now"
-    network.set(cut=True)
-    assert a.stdin is not None
-    a.stdin.write("go\n")
-    a.stdin.flush()
+    cut_when_told(network, a, b)
     if until_lost:
         assert {line(a), line(b)} == {"lost b", "lost a"}
     else:

@@ -3,7 +3,7 @@
 An ordinary store reads each line of memory before it overwrites it: a third of the traffic of a large copy, for
 nothing. Streaming stores do not. The C library takes to them only above three quarters of the cache that it believes
 in, 288 MiB on one machine with 32, and numpy and the kernel never do; so the loop is here, as the instructions that it
-is: SSE2, which every x86-64 processor has. Where it cannot run, the C library copies.
+is: AVX, which x86-64 processors have had since 2011. Where it cannot run, the C library copies.
 """
 
 import ctypes
@@ -21,10 +21,10 @@ _LINE = 64
 
 # void copy(target, source, size): the target begins and ends with a line of the cache, and is one at least.
 _LOOP = bytes.fromhex(
-    "f30f6f06 f30f6f4e10 f30f6f5620 f30f6f5e30"  # 0: movdqu xmm0..3, [rsi], [rsi+16], [rsi+32], [rsi+48]
-    "660fe707 660fe74f10 660fe75720 660fe75f30"  # movntdq [rdi], [rdi+16], [rdi+32], [rdi+48], xmm0..3
-    "4883c640 4883c740 4883ea40 75cc"  # add rsi, 64; add rdi, 64; sub rdx, 64; jnz 0
-    "0faef8 c3"  # sfence; ret
+    "c5fe6f06 c5fe6f4e20"  # 0: vmovdqu ymm0, [rsi]; vmovdqu ymm1, [rsi+32]
+    "c5fde707 c5fde74f20"  # vmovntdq [rdi], ymm0; vmovntdq [rdi+32], ymm1
+    "4883c640 4883c740 4883ea40 75e0"  # add rsi, 64; add rdi, 64; sub rdx, 64; jnz 0
+    "0faef8 c5f877 c3"  # sfence; vzeroupper; ret
 )
 
 # Takes the addresses of target and source, which do not overlap, and the size in bytes. Other threads run meanwhile.
@@ -56,7 +56,7 @@ def copier(size_bytes: int) -> Copy:
 @lru_cache
 def _loop() -> Copy | None:
     """Returns the loop, made executable; None where the processor is another or the system refuses."""
-    if platform.machine() != "x86_64":
+    if platform.machine() != "x86_64" or not _has_avx():
         return None
     try:
         with os.fdopen(os.memfd_create("m2flow-copy", os.MFD_CLOEXEC), "wb", buffering=0) as file:
@@ -70,3 +70,12 @@ def _loop() -> Copy | None:
     loop = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(held.ctypes.data)
     loop.held = held  # type: ignore[attr-defined]
     return loop
+
+
+def _has_avx() -> bool:
+    """Says whether processor and system have the registers: the kernel names no flag that it does not support."""
+    try:
+        with open("/proc/cpuinfo") as processors:
+            return any(line.startswith("flags") and " avx " in line for line in processors)
+    except OSError:
+        return False

@@ -19,6 +19,7 @@ import numpy as np
 
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import Kind, ProtocolError
+from m2flow.comm._loans import Loans
 from m2flow.comm._loop import Loop
 from m2flow.comm._mappings import BlockRef, Hold, Mapped, Released
 from m2flow.comm._replies import Awaited, Reply, nothing
@@ -76,6 +77,7 @@ class Connection:
         self,
         peer: str,
         pool: Pool,
+        loans: Loans,
         released: Released,
         on_segment_gone: Callable[[int], None],
         loop: Loop,
@@ -95,6 +97,7 @@ class Connection:
         self.left = False
         self.link: Link
         self._pool = pool
+        self._loans = loans
         self._released = released
         self._on_segment_gone = on_segment_gone
         self._loop = loop
@@ -229,17 +232,22 @@ class Connection:
             return encoded.to_bytes()
         if not self.link.passes_fds:
             return self._send_data(encoded.to_bytes())
-        try:
-            slot = self._pool.take(encoded.size_bytes, Deadline(0.0) if deadline is None else deadline)
-        except (CommError, TimeoutError):
-            if deadline is None:
-                return encoded.to_bytes()
-            raise
+        if (found := self._loans.claim(encoded)) is not None:
+            slot, start = found
+            self._pool.hold(slot)
+        else:
+            try:
+                slot = self._pool.take(encoded.size_bytes, Deadline(0.0) if deadline is None else deadline)
+            except (CommError, TimeoutError):
+                if deadline is None:
+                    return encoded.to_bytes()
+                raise
+            start = 0
         try:
             if encoded.from_gpu:
                 slot.segment.pin()
-            encoded.write_into(slot.view(encoded.size_bytes))
-            return self.lend_slot(slot, encoded.size_bytes)
+            encoded.write_into(slot.view(encoded.size_bytes, start))
+            return self.lend_slot(slot, encoded.size_bytes, start)
         finally:
             self._pool.let_go(slot)
 
@@ -264,9 +272,9 @@ class Connection:
         self.send(Kind.DATA, number, data if isinstance(data, bytes) else data.data)
         return comm_pb2.Block(segment=_DATA, offset_bytes=number, size_bytes=len(data))
 
-    def lend_slot(self, slot: Slot, size_bytes: int) -> comm_pb2.Block:
-        """Lends the peer the first bytes of a slot of this process; returns their name. Raises as `lend` does."""
-        ref = BlockRef(slot.segment.id, slot.offset_bytes, size_bytes)
+    def lend_slot(self, slot: Slot, size_bytes: int, start: int = 0) -> comm_pb2.Block:
+        """Lends the peer bytes of a slot of this process; returns their name. Raises as `lend` does."""
+        ref = BlockRef(slot.segment.id, slot.offset_bytes + start, size_bytes)
         self._pool.hold(slot)
         try:
             self.lend(ref, slot.segment, lambda abandoned: self._pool.let_go(slot, abandoned=abandoned))

@@ -91,9 +91,9 @@ class Slot:
         # Somebody may read it for ever.
         self.abandoned = False
 
-    def view(self, size_bytes: int) -> Bytes:
-        """Returns the first `size_bytes` of the slot, shape [size_bytes] uint8."""
-        return self.segment.bytes[self.offset_bytes : self.offset_bytes + size_bytes]
+    def view(self, size_bytes: int, start: int = 0) -> Bytes:
+        """Returns `size_bytes` of the slot from `start` on, shape [size_bytes] uint8."""
+        return self.segment.bytes[self.offset_bytes + start : self.offset_bytes + start + size_bytes]
 
 
 class Pool:

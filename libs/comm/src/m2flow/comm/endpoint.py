@@ -12,7 +12,9 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
+
+import numpy.typing as npt
 
 from m2flow.comm import _copies
 from m2flow.comm._calls import CallServer, Handler, read_answer
@@ -25,6 +27,7 @@ from m2flow.comm._frames import Kind
 from m2flow.comm._handshake import Identity
 from m2flow.comm._host import ChannelHost
 from m2flow.comm._index import ChannelIndex
+from m2flow.comm._loans import Shape
 from m2flow.comm._memory import memory_bytes
 from m2flow.comm._parking import Parking
 from m2flow.comm._replies import Answer, Reply
@@ -170,6 +173,30 @@ class Endpoint:
         is not used: it reaches itself within its process. Raises ValueError for what is no address.
         """
         self._fabric.add_address(peer, address)
+
+    # Memory.
+
+    def empty(self, shape: Shape, dtype: npt.DTypeLike, *, timeout_s: float | None = None) -> npt.NDArray[Any]:
+        """Returns an array in shared memory, whatever it holds: what it is filled with is read there, without a copy.
+
+        That is where it is put, sent or returned to an endpoint of this host, by itself or as the last array of its
+        tree, up to 4 KiB after its beginning. From then on it is read-only; nor may a view or a tensor of it be
+        written. What is put once more, or over gRPC, or has less than 32 KiB, is copied as all else is. Its memory
+        counts against the quota for as long as anyone refers to it.
+
+        Blocks while the quota is used up; raises TimeoutError_ after `timeout_s` seconds, CommError for more than the
+        quota, PayloadError for a dtype that does not travel, ValueError for a shape that no array has.
+        """
+        self._fabric.check_open()
+        self._fabric.check_may_wait("empty")
+        deadline = Deadline(timeout_s)
+        try:
+            return self._fabric.loans.empty(shape, dtype, deadline)
+        except TimeoutError as error:
+            if not deadline.ended(error):
+                raise
+            waited_for = f"readers to let go of shared memory ({error})"
+            raise TimeoutError_(channel="empty", key=None, peer=waited_for, elapsed_s=deadline.elapsed_s) from error
 
     # Calls.
 

@@ -94,8 +94,23 @@ class Encoded(TreeWriter):
             at = sum(found[-1])
         return found
 
+    def last_place(self) -> tuple[int, int]:
+        """Returns where the last array begins: in the payload, and in the memory of this host, where it is in order.
+
+        The second is 0 where that is not so, or where there is none.
+        """
+        part = self.parts[-1][0] if self.parts else None
+        if isinstance(part, np.ndarray):
+            address = part.ctypes.data if part.flags.c_contiguous else 0
+        else:
+            address = _torch.address(part) if _torch.is_tensor(part) else 0
+        return (self.places()[-1].offset_bytes, address) if address else (0, 0)
+
     def write_into(self, target: Bytes) -> None:
-        """Writes the payload to `target`, shape [size_bytes] uint8, copying each array once. Blocks while it copies."""
+        """Writes the payload to `target`, shape [size_bytes] uint8, copying each array once. Blocks while it copies.
+
+        An array that lies at its place in `target` already stays as it is.
+        """
         # Copies by address would go beyond it.
         assert target.nbytes == self.size_bytes
         assert target.flags.c_contiguous
@@ -109,7 +124,8 @@ class Encoded(TreeWriter):
             at = start + size
             if isinstance(part, np.ndarray):
                 if part.flags.c_contiguous:
-                    copy(address + start, part.ctypes.data, size)
+                    if part.ctypes.data != address + start:
+                        copy(address + start, part.ctypes.data, size)
                 else:
                     target[start:at].view(part.dtype).reshape(part.shape)[...] = part
             elif isinstance(part, Encoded):
@@ -117,7 +133,8 @@ class Encoded(TreeWriter):
             elif isinstance(part, bytes):
                 target[start:at] = np.frombuffer(part, np.uint8)
             elif found := _torch.address(part):
-                copy(address + start, found, size)
+                if found != address + start:
+                    copy(address + start, found, size)
             else:
                 _torch.copy_into(part, target[start:at])
 

@@ -59,6 +59,26 @@ assert _copying.copier(1 << 30) is ctypes.memmove
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_without_avx_the_c_library_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_copying, "_has_avx", lambda: False)
+    monkeypatch.setattr(_copying, "_loop", _copying._loop.__wrapped__)
+    assert _copying.copier(1 << 30) is ctypes.memmove
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="kernel: the loop is x86-64 code")
+def test_out_of_descriptors_only_the_copies_of_that_moment_are_the_c_librarys() -> None:
+    program = """
+import ctypes, os, resource
+from m2flow.comm import _copying
+most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, most[1]))
+assert _copying.copier(1 << 30) is ctypes.memmove
+resource.setrlimit(resource.RLIMIT_NOFILE, most)
+assert _copying.copier(1 << 30) is not ctypes.memmove
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 def test_a_large_payload_is_the_same_streamed_and_as_bytes() -> None:
     tree = {
         "odd": np.arange(_copying.STREAMED_BYTES + 13, dtype=np.uint8),

@@ -232,17 +232,15 @@ class Connection:
             return encoded.to_bytes()
         if not self.link.passes_fds:
             return self._send_data(encoded.to_bytes())
-        if (found := self._loans.claim(encoded)) is not None:
-            slot, start = found
-            self._pool.hold(slot)
-        else:
-            try:
-                slot = self._pool.take(encoded.size_bytes, Deadline(0.0) if deadline is None else deadline)
-            except (CommError, TimeoutError):
-                if deadline is None:
-                    return encoded.to_bytes()
-                raise
-            start = 0
+        try:
+            slot, start = self._loans.hold(encoded) or (
+                self._pool.take(encoded.size_bytes, Deadline(0.0) if deadline is None else deadline),
+                0,
+            )
+        except (CommError, TimeoutError):
+            if deadline is None:
+                return encoded.to_bytes()
+            raise
         try:
             if encoded.from_gpu:
                 slot.segment.pin()

@@ -3,9 +3,10 @@
 An ordinary store reads each line of memory before it overwrites it: a third of the traffic of a large copy, for
 nothing. Streaming stores do not. The C library takes to them only above three quarters of the cache that it believes
 in, 288 MiB on one machine with 32, and numpy and the kernel never do; so the loop is here, as the instructions that it
-is: AVX, which x86-64 processors have had since 2011. Where it cannot run, the C library copies.
+is: AVX, which most x86-64 processors have. Where it cannot run, the C library copies.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -33,7 +34,11 @@ Copy = Callable[[int, int, int], object]
 
 def copier(size_bytes: int) -> Copy:
     """Returns what copies arrays that are so many bytes in all."""
-    loop = _loop() if size_bytes >= STREAMED_BYTES else None
+    loop = None
+    if size_bytes >= STREAMED_BYTES:
+        # Refused for good, or for want of a descriptor now.
+        with contextlib.suppress(OSError):
+            loop = _loop()
     if loop is None:
         return ctypes.memmove
 
@@ -55,16 +60,13 @@ def copier(size_bytes: int) -> Copy:
 
 @lru_cache
 def _loop() -> Copy | None:
-    """Returns the loop, made executable; None where the processor is another or the system refuses."""
+    """Returns the loop, made executable; None where the processor is another. Raises OSError where it cannot be."""
     if platform.machine() != "x86_64" or not _has_avx():
         return None
-    try:
-        with os.fdopen(os.memfd_create("m2flow-copy", os.MFD_CLOEXEC), "wb", buffering=0) as file:
-            file.write(_LOOP)
-            # Never writable and executable at once.
-            code = mmap.mmap(file.fileno(), len(_LOOP), mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_EXEC)
-    except OSError:
-        return None
+    with os.fdopen(os.memfd_create("m2flow-copy", os.MFD_CLOEXEC), "wb", buffering=0) as file:
+        file.write(_LOOP)
+        # Never writable and executable at once.
+        code = mmap.mmap(file.fileno(), len(_LOOP), mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_EXEC)
     # Kept for good: `code` is what the array keeps, and the array what the function does.
     held = np.frombuffer(code, np.uint8)
     loop = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(held.ctypes.data)
@@ -74,8 +76,5 @@ def _loop() -> Copy | None:
 
 def _has_avx() -> bool:
     """Says whether processor and system have the registers: the kernel names no flag that it does not support."""
-    try:
-        with open("/proc/cpuinfo") as processors:
-            return any(line.startswith("flags") and " avx " in line for line in processors)
-    except OSError:
-        return False
+    with open("/proc/cpuinfo") as processors:
+        return any(line.startswith("flags") and "avx" in line.split() for line in processors)

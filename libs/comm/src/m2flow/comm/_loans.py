@@ -3,8 +3,12 @@
 Before each there is room for all of a payload but its last array: once that is written, the payload is whole.
 """
 
+import math
+import operator
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,60 +26,63 @@ _BEFORE_BYTES = 4096
 Shape = int | Sequence[int]
 
 
+@dataclass(frozen=True, eq=False)
 class _Loan:
-    """The slot of one array, which the program holds for as long as it refers to the array."""
+    """The program's hold of a slot, for as long as it refers to the array there."""
 
-    def __init__(self, pool: Pool, slot: Slot) -> None:
-        self._pool = pool
-        self.slot = slot
-        self.array: weakref.ref[npt.NDArray[Any]] | None = None
+    pool: Pool
+    slot: Slot
 
     def release(self, blocks: Sequence[BlockRef]) -> None:
-        """Ends the program's hold, as the io thread or in its place."""
-        self._pool.let_go(self.slot)
+        """Ends it, as the io thread or in its place."""
+        self.pool.let_go(self.slot)
 
 
 class Loans:
-    """The arrays that have been lent to the program and not been put yet, by their addresses. Thread-safe."""
+    """The arrays that the program has, by their addresses. Thread-safe."""
 
     def __init__(self, pool: Pool, released: Released) -> None:
         self._pool = pool
         self._released = released
-        self._loans: dict[int, _Loan] = {}
+        self._loans: dict[int, tuple[Slot, weakref.ref[npt.NDArray[Any]]]] = {}
 
     def empty(self, shape: Shape, dtype: npt.DTypeLike, deadline: Deadline) -> npt.NDArray[Any]:
-        """Lends an array of any content; waits and raises as `Pool.take`, or as `encode` and numpy for what is none."""
-        wanted = np.broadcast_to(np.empty((), dtype), shape)
-        check(wanted)
-        if not wanted.size:
-            return np.empty(wanted.shape, wanted.dtype)
-        slot = self._pool.take(_BEFORE_BYTES + wanted.nbytes, deadline)
-        loan = _Loan(self._pool, slot)
-        data = slot.view(wanted.nbytes, _BEFORE_BYTES)
-        address = data.ctypes.data
-        block = BlockRef(slot.segment.id, slot.offset_bytes + _BEFORE_BYTES, wanted.nbytes)
-
-        def report() -> None:
-            self._loans.pop(address, None)
-            self._released.add(loan, block)
-
-        array = Hold(data, report).array().view(wanted.dtype).reshape(wanted.shape)
-        loan.array = weakref.ref(array)
-        self._loans[address] = loan
+        """Lends an array of any content; waits and raises as `Pool.take`, PayloadError for what does not travel."""
+        dims = tuple(map(operator.index, shape)) if isinstance(shape, Sequence) else (operator.index(shape),)
+        if any(dim < 0 for dim in dims):
+            raise ValueError(f"got shape {dims}, want dims of 0 or more")
+        # A dtype may have dims of its own.
+        outer = (0,) * len(dims) or (0,)
+        like = np.empty(outer, dtype)
+        check(like)
+        dims = (*dims, *like.shape[len(outer) :])
+        size_bytes = math.prod(dims) * like.itemsize
+        if not size_bytes:
+            return np.empty(dims, like.dtype)
+        slot = self._pool.take(_BEFORE_BYTES + size_bytes, deadline)
+        data = slot.view(size_bytes, _BEFORE_BYTES)
+        hold = Hold(data, partial(self._ended, data.ctypes.data, _Loan(self._pool, slot)))
+        array = hold.array().view(like.dtype).reshape(dims)
+        self._loans[data.ctypes.data] = slot, weakref.ref(array)
         return array
 
-    def claim(self, encoded: Encoded) -> tuple[Slot, int] | None:
-        """Returns the slot in which a payload's last array lies already, and where in it the payload begins.
+    def _ended(self, address: int, loan: _Loan) -> None:
+        """Runs as a finaliser, anywhere."""
+        self._loans.pop(address, None)
+        self._released.add(loan, BlockRef(loan.slot.segment.id, loan.slot.offset_bytes, loan.slot.size_bytes))
 
-        None where it lies in none, was put before, or has too much before it. The array is read-only from now on.
+    def hold(self, encoded: Encoded) -> tuple[Slot, int] | None:
+        """Holds the slot in which a payload's last array lies; returns it, and where in it the payload begins.
+
+        None where it lies in none, has a reader or has too much before it. The array is read-only from now on.
         """
         if not self._loans:
             return None
         start, address = encoded.last_place()
-        # Nobody else gets it by then: two threads may put the same.
-        if start > _BEFORE_BYTES or (loan := self._loans.pop(address, None)) is None:
+        loan = self._loans.get(address)
+        if loan is None or start > _BEFORE_BYTES or not self._pool.hold_alone(loan[0]):
             return None
-        array = loan.array() if loan.array is not None else None
+        array = loan[1]()
         if array is not None:
             array.flags.writeable = False
-        return loan.slot, _BEFORE_BYTES - start
+        return loan[0], _BEFORE_BYTES - start

@@ -164,6 +164,14 @@ class Pool:
         with self._lock:
             slot.holds += 1
 
+    def hold_alone(self, slot: Slot) -> bool:
+        """Holds a slot once more where it is held once, by the caller; says whether it was so."""
+        with self._lock:
+            alone = slot.holds == 1 and not slot.abandoned
+            if alone:
+                slot.holds = 2
+            return alone
+
     def let_go(self, slot: Slot, *, abandoned: bool = False) -> None:
         """Ends one hold; the last one gives the slot back. `abandoned`: somebody may still read it, for ever."""
         if self._abandoned:

@@ -177,15 +177,17 @@ class Endpoint:
     # Memory.
 
     def empty(self, shape: Shape, dtype: npt.DTypeLike, *, timeout_s: float | None = None) -> npt.NDArray[Any]:
-        """Returns an array in shared memory, whatever it holds: what it is filled with is read there, without a copy.
+        """Returns an uninitialized array in shared memory, to be filled and then read in place, without a copy.
 
-        That is where it is put, sent or returned to an endpoint of this host, by itself or as the last array of its
-        tree, up to 4 KiB after its beginning. From then on it is read-only; nor may a view or a tensor of it be
-        written. What is put once more, or over gRPC, or has less than 32 KiB, is copied as all else is. Its memory
-        counts against the quota for as long as anyone refers to it.
+        So it is where it is put, sent or returned to another process of this host, if in its tree only plain values
+        follow it (no array, numpy scalar or string above 1 KiB) and what comes before takes at most 4 KiB. From the
+        first time on it is read-only, and no view or tensor of it may be written. It is copied like any other over
+        gRPC, below 32 KiB, as weights, and while it has a reader. Its memory counts against the quota for as long as
+        anyone refers to it: let go of the one before you ask for the next.
 
-        Blocks while the quota is used up; raises TimeoutError_ after `timeout_s` seconds, CommError for more than the
-        quota, PayloadError for a dtype that does not travel, ValueError for a shape that no array has.
+        Blocks while the quota is used up, and is no call for a callback or a prompt handler (CommError). Raises
+        TimeoutError_ after `timeout_s` seconds, CommError for more than the quota, PayloadError for a dtype that does
+        not travel, ValueError or TypeError for what is no shape.
         """
         self._fabric.check_open()
         self._fabric.check_may_wait("empty")

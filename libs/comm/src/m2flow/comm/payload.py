@@ -104,7 +104,7 @@ class Encoded(TreeWriter):
             address = part.ctypes.data if part.flags.c_contiguous else 0
         else:
             address = _torch.address(part) if _torch.is_tensor(part) else 0
-        return (self.places()[-1].offset_bytes, address) if address else (0, 0)
+        return (self.size_bytes - self.parts[-1][1], address) if address else (0, 0)
 
     def write_into(self, target: Bytes) -> None:
         """Writes the payload to `target`, shape [size_bytes] uint8, copying each array once. Blocks while it copies.

@@ -6,14 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_the_example_runs_as_two_processes(tmp_path: Path) -> None:
-    found = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert found is not None
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_example_runs_as_two_processes(tmp_path: Path, in_place: bool) -> None:
+    example, instead = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    if in_place:
+        example, count = re.subn(r" *channel\.put\(.*\n", instead, example)
+        assert count == 1
     program = tmp_path / "example.py"
-    program.write_text(found.group(1))
+    program.write_text(example)
     environment = {**os.environ, "HOME": str(tmp_path)}
     command = [sys.executable, "-W", "error", str(program)]
     with (

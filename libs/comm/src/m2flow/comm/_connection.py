@@ -17,9 +17,9 @@ from typing import Protocol
 
 import numpy as np
 
+from m2flow.comm._blanks import Blanks
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import Kind, ProtocolError
-from m2flow.comm._loans import Loans
 from m2flow.comm._loop import Loop
 from m2flow.comm._mappings import BlockRef, Hold, Mapped, Released
 from m2flow.comm._replies import Awaited, Reply, nothing
@@ -77,7 +77,7 @@ class Connection:
         self,
         peer: str,
         pool: Pool,
-        loans: Loans,
+        blanks: Blanks,
         released: Released,
         on_segment_gone: Callable[[int], None],
         loop: Loop,
@@ -97,7 +97,7 @@ class Connection:
         self.left = False
         self.link: Link
         self._pool = pool
-        self._loans = loans
+        self._blanks = blanks
         self._released = released
         self._on_segment_gone = on_segment_gone
         self._loop = loop
@@ -220,7 +220,7 @@ class Connection:
     # Payloads out.
 
     def pack(self, encoded: Encoded, deadline: Deadline | None = None) -> bytes | comm_pb2.Block:
-        """Returns what stands for a payload: its bytes, or a block written for or sent to this peer alone.
+        """Returns what stands for a payload: its bytes, a block for this peer alone, or where it lies in place.
 
         Blocks while the quota of shared memory is used up; raises TimeoutError where that lasts until the deadline.
         Without a deadline it does not block: then the message is long. Raises PayloadError for a pickle that would
@@ -232,15 +232,20 @@ class Connection:
             return encoded.to_bytes()
         if not self.link.passes_fds:
             return self._send_data(encoded.to_bytes())
+        blank, start = self._blanks.under(encoded), 0
         try:
-            slot, start = self._loans.hold(encoded) or (
-                self._pool.take(encoded.size_bytes, Deadline(0.0) if deadline is None else deadline),
-                0,
+            slot = self._pool.take(
+                encoded.size_bytes,
+                Deadline(0.0) if deadline is None else deadline,
+                or_hold=None if blank is None else blank.slot,
             )
         except (CommError, TimeoutError):
             if deadline is None:
                 return encoded.to_bytes()
             raise
+        if blank is not None and slot is blank.slot:
+            blank.freeze()
+            start = blank.start
         try:
             if encoded.from_gpu:
                 slot.segment.pin()
@@ -271,7 +276,7 @@ class Connection:
         return comm_pb2.Block(segment=_DATA, offset_bytes=number, size_bytes=len(data))
 
     def lend_slot(self, slot: Slot, size_bytes: int, start: int = 0) -> comm_pb2.Block:
-        """Lends the peer bytes of a slot of this process; returns their name. Raises as `lend` does."""
+        """Lends the peer bytes of a slot of this process from `start` on; returns their name. Raises as `lend` does."""
         ref = BlockRef(slot.segment.id, slot.offset_bytes + start, size_bytes)
         self._pool.hold(slot)
         try:

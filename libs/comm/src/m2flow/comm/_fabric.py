@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError
 
 from m2flow.comm import _handshake
+from m2flow.comm._blanks import Blanks
 from m2flow.comm._connection import Connection, Link
 from m2flow.comm._frames import Kind, ProtocolError
 from m2flow.comm._handshake import Identity
-from m2flow.comm._loans import Loans
 from m2flow.comm._local import LocalLink
 from m2flow.comm._loop import READ, Loop
 from m2flow.comm._mailbox import Mailbox
@@ -85,7 +85,7 @@ class Fabric:
             raise system_refuses(f"make endpoint {identity.name!r}", error) from error
         self.pool = Pool(quota_bytes, on_retire=self._retire)
         self.released = Released(self.loop.wake)
-        self.loans = Loans(self.pool, self.released)
+        self.blanks = Blanks(self.pool, self.released)
         self.mailbox = Mailbox(quota_bytes)
         # The consumers of a channel that is hosted here; none where it is not.
         self.consumers_of: Callable[[str], Set[str]] = _nobody
@@ -96,7 +96,7 @@ class Fabric:
         self._new_connection = partial(
             Connection,
             pool=self.pool,
-            loans=self.loans,
+            blanks=self.blanks,
             released=self.released,
             on_segment_gone=self._retire,
             loop=self.loop,

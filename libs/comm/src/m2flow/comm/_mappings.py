@@ -94,13 +94,13 @@ class Hold:
 
 
 class Released:
-    """Blocks whose last array is gone, until the io thread sends word. Appending takes no lock."""
+    """Blocks and slots whose last array is gone, until the io thread tells whose they are. Appending takes no lock."""
 
     def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake
-        self._blocks: deque[tuple[Any, BlockRef]] = deque()
+        self._blocks: deque[tuple[Any, Any]] = deque()
 
-    def add(self, lender: Any, block: BlockRef) -> None:
+    def add(self, lender: Any, block: Any) -> None:
         """Notes that `lender`'s block is free; callable from a finaliser in any thread."""
         self._blocks.append((lender, block))
         if not self._wake():
@@ -111,9 +111,9 @@ class Released:
         """Says whether there is anything to drain."""
         return bool(self._blocks)
 
-    def drain(self) -> dict[Any, list[BlockRef]]:
+    def drain(self) -> dict[Any, list[Any]]:
         """Returns what was noted since the last call, by lender."""
-        drained: dict[Any, list[BlockRef]] = {}
+        drained: dict[Any, list[Any]] = {}
         while self._blocks:
             lender, block = self._blocks.popleft()
             drained.setdefault(lender, []).append(block)

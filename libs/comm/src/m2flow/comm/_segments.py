@@ -91,6 +91,11 @@ class Slot:
         # Somebody may read it for ever.
         self.abandoned = False
 
+    @property
+    def held_once(self) -> bool:
+        """Says whether it has one holder, and nobody else may read it."""
+        return self.holds == 1 and not self.abandoned
+
     def view(self, size_bytes: int, start: int = 0) -> Bytes:
         """Returns `size_bytes` of the slot from `start` on, shape [size_bytes] uint8."""
         return self.segment.bytes[self.offset_bytes + start : self.offset_bytes + start + size_bytes]
@@ -118,8 +123,8 @@ class Pool:
         with self._lock:
             return self._used_bytes
 
-    def take(self, size_bytes: int, deadline: Deadline | None = None) -> Slot:
-        """Returns a slot of at least `size_bytes`, held once.
+    def take(self, size_bytes: int, deadline: Deadline | None = None, *, or_hold: Slot | None = None) -> Slot:
+        """Returns a slot of at least `size_bytes`, held once; or rather `or_hold`, held once more, if it is held once.
 
         Waits for slots to come back while the quota is used up. Raises CommError when the payload alone exceeds the
         quota, the system refuses a segment or this is a forked child, TimeoutError when nothing came back in time.
@@ -132,10 +137,13 @@ class Pool:
                 f"got a payload of {size_bytes} bytes, want at most the quota of {self.quota_bytes}: raise it"
             )
         with self._lock:
-            while not self._free[size] and not self._make_room(size):
+            while not (alone := or_hold is not None and or_hold.held_once) and not self._has_room(size):
                 left_s = None if deadline is None else deadline.left_s
                 if left_s == 0 or not self._room.wait(left_s):
                     raise TimeoutError(f"{self._used_bytes} bytes of shared memory are in use")
+            if or_hold is not None and alone:
+                or_hold.holds += 1
+                return or_hold
             slot = self._free[size].pop() if self._free[size] else self._cut(size)
             slot.segment.slots_in_use += 1
             slot.holds = 1
@@ -164,14 +172,6 @@ class Pool:
         with self._lock:
             slot.holds += 1
 
-    def hold_alone(self, slot: Slot) -> bool:
-        """Holds a slot once more where it is held once, by the caller; says whether it was so."""
-        with self._lock:
-            alone = slot.holds == 1 and not slot.abandoned
-            if alone:
-                slot.holds = 2
-            return alone
-
     def let_go(self, slot: Slot, *, abandoned: bool = False) -> None:
         """Ends one hold; the last one gives the slot back. `abandoned`: somebody may still read it, for ever."""
         if self._abandoned:
@@ -186,6 +186,9 @@ class Pool:
                     self._end(free)
             slot.holds -= 1
             if slot.holds:
+                if slot.holds == 1:
+                    # It may be what its holder waits for.
+                    self._room.notify_all()
                 return
             segment.slots_in_use -= 1
             if not segment.abandoned:
@@ -210,7 +213,10 @@ class Pool:
         """
         self._abandoned = True
 
-    def _make_room(self, size: int) -> bool:
+    def _has_room(self, size: int) -> bool:
+        """Says whether there is a slot, or memory for one, which it frees where that helps."""
+        if self._free[size]:
+            return True
         if self._used_bytes + size > self.quota_bytes:
             self._drop_unused(self.quota_bytes - size)
         return self._used_bytes + size <= self.quota_bytes

@@ -17,6 +17,7 @@ from typing import Any, Literal, Self, TypeVar
 import numpy.typing as npt
 
 from m2flow.comm import _copies
+from m2flow.comm._blanks import Shape
 from m2flow.comm._calls import CallServer, Handler, read_answer
 from m2flow.comm._connection import INLINE_BYTES, Connection, message_of, packed_of
 from m2flow.comm._copies import Copies
@@ -27,7 +28,6 @@ from m2flow.comm._frames import Kind
 from m2flow.comm._handshake import Identity
 from m2flow.comm._host import ChannelHost
 from m2flow.comm._index import ChannelIndex
-from m2flow.comm._loans import Shape
 from m2flow.comm._memory import memory_bytes
 from m2flow.comm._parking import Parking
 from m2flow.comm._replies import Answer, Reply
@@ -179,25 +179,28 @@ class Endpoint:
     def empty(self, shape: Shape, dtype: npt.DTypeLike, *, timeout_s: float | None = None) -> npt.NDArray[Any]:
         """Returns an uninitialized array in shared memory, to be filled and then read in place, without a copy.
 
-        So it is where it is put, sent or returned to another process of this host, if in its tree only plain values
-        follow it (no array, numpy scalar or string above 1 KiB) and what comes before takes at most 4 KiB. From the
-        first time on it is read-only, and no view or tensor of it may be written. It is copied like any other over
-        gRPC, below 32 KiB, as weights, and while it has a reader. Its memory counts against the quota for as long as
-        anyone refers to it: let go of the one before you ask for the next.
+        So it is where this endpoint puts, sends or returns it to another process of the host, in a payload of more than
+        32 KiB, as the last array of its tree (no tensor, numpy scalar, `Pickled`, or str or bytes above 1 KiB follows),
+        all the rest of which takes at most 4 KiB. It is read-only from the first such put on, also one that is refused;
+        a view or a tensor of it is not, and must not be written any more. It is copied like any other otherwise, and
+        while it has a reader: of a broadcast, for all peers but the first.
+
+        Its memory counts against the quota for as long as anyone refers to it, and what must be copied needs room
+        beside it: let go of one before you ask for the next.
 
         Blocks while the quota is used up, and is no call for a callback or a prompt handler (CommError). Raises
         TimeoutError_ after `timeout_s` seconds, CommError for more than the quota, PayloadError for a dtype that does
-        not travel, ValueError or TypeError for what is no shape.
+        not travel, ValueError or TypeError for what is no shape or dtype.
         """
         self._fabric.check_open()
         self._fabric.check_may_wait("empty")
         deadline = Deadline(timeout_s)
         try:
-            return self._fabric.loans.empty(shape, dtype, deadline)
+            return self._fabric.blanks.empty(shape, dtype, deadline)
         except TimeoutError as error:
             if not deadline.ended(error):
                 raise
-            waited_for = f"readers to let go of shared memory ({error})"
+            waited_for = f"readers, or this program, to let go of shared memory ({error})"
             raise TimeoutError_(channel="empty", key=None, peer=waited_for, elapsed_s=deadline.elapsed_s) from error
 
     # Calls.

@@ -94,17 +94,14 @@ class Encoded(TreeWriter):
             at = sum(found[-1])
         return found
 
-    def last_place(self) -> tuple[int, int]:
-        """Returns where the last array begins: in the payload, and in the memory of this host, where it is in order.
-
-        The second is 0 where that is not so, or where there is none.
-        """
+    def last_array(self) -> "LastArray | None":
+        """Returns where its last array lies; None where that is not in order in the memory of this host."""
         part = self.parts[-1][0] if self.parts else None
         if isinstance(part, np.ndarray):
             address = part.ctypes.data if part.flags.c_contiguous else 0
         else:
             address = _torch.address(part) if _torch.is_tensor(part) else 0
-        return (self.size_bytes - self.parts[-1][1], address) if address else (0, 0)
+        return LastArray(self.size_bytes - self.parts[-1][1], address) if address else None
 
     def write_into(self, target: Bytes) -> None:
         """Writes the payload to `target`, shape [size_bytes] uint8, copying each array once. Blocks while it copies.
@@ -171,6 +168,13 @@ def encode(tree: Tree, *, lift: Callable[[Any], bool] | None = None) -> Encoded:
 def has_pickle(data: bytes | Bytes) -> bool:
     """Says whether a payload's header admits pickles: one whose header does not is refused when it holds any."""
     return len(data) >= _HEADER.size and int.from_bytes(data[2:4], "little") != _LAYOUT
+
+
+class LastArray(NamedTuple):
+    """Where an array begins in its payload, and where it is in memory."""
+
+    start: int
+    address: int
 
 
 class Place(NamedTuple):

@@ -183,8 +183,8 @@ def measure() -> Iterator[dict[str, Any]]:
     )
     arena = made["arena"] / (64 * MIB)
     yield row(f"arena after 40 items of 64 MiB, capacity {CAPACITY}", arena, "items", target=6, at_least=False)
-    # Of each size the least of sixteen rounds, as in timeit: what else happens on a machine only ever adds. Of a round the
-    # mean, as a pipeline's items come in bursts: neither a lucky item nor an unlucky one is its cost.
+    # Of each size the least of sixteen rounds, as in timeit: what else happens on a machine only ever adds. Of a round
+    # the mean, as a pipeline's items come in bursts: neither a lucky item nor an unlucky one is its cost.
     rounds = [{size: through_channel(size, _count(size))[0]["mean_s"] for size in SIZES} for _ in range(16)]
     _times.update({size: min(found[size] for found in rounds) for size in SIZES})
     print({f"{size >> 10} KiB": f"{1e6 * found_s:.0f} us" for size, found_s in _times.items()}, file=sys.stderr)

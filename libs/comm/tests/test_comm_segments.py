@@ -11,7 +11,6 @@ import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,6 +42,10 @@ def allocated_bytes(slot: Slot) -> int:
 
 def out_of_descriptors(*args: Any) -> int:
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def out_of_memory(*args: Any) -> int:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
 def wait_until_unused(pool: Pool) -> None:
@@ -160,8 +163,8 @@ def test_what_cannot_be_mapped_is_an_error_and_goes_back(make_endpoint: Any, mon
     puts.put(np.ones(100_000), id="1")
     puts.put(np.ones(200_000), id="2")
     with monkeypatch.context() as patched:
-        patched.setattr(_mappings, "mmap", SimpleNamespace(mmap=out_of_descriptors))
-        with pytest.raises(CommError, match="cannot map shared memory: Too many open files"):
+        patched.setattr(_mappings, "mapped", out_of_memory)
+        with pytest.raises(CommError, match="cannot map shared memory: Cannot allocate memory"):
             gets.get_batch(2, timeout_s=5)
         with pytest.raises(RemoteError, match="cannot map shared memory"):
             producer.request("host", "sum", "", np.ones(300_000))

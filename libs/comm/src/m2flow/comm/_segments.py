@@ -10,16 +10,14 @@ all that is not in use go back to the system.
 """
 
 import fcntl
-import mmap
 import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable
 
-import numpy as np
-
 from m2flow.comm import _torch
 from m2flow.comm._deadline import Deadline
+from m2flow.comm._pages import give_back, mapped, put_on_large_pages
 from m2flow.comm._tree import Bytes
 from m2flow.comm.errors import CommError, system_refuses
 
@@ -49,22 +47,14 @@ class Segment:
             os.ftruncate(self.fd, size_bytes)
             # A reader touches what it was told is there: nobody may cut it off.
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
-            self._map = mmap.mmap(self.fd, size_bytes)
+            self.bytes: Bytes = mapped(self.fd, size_bytes)
         except OSError as error:
             raise system_refuses("make shared memory", error) from error
-        self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
 
     @property
     def pinned(self) -> bool:
         """Says whether its memory has to stay where it is, for a GPU."""
         return bool(self._pinned)
-
-    def give_pages_back(self, offset_bytes: int, size_bytes: int) -> None:
-        """Frees the memory of a part, which costs nothing until it is written again."""
-        start = -(-offset_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (offset_bytes + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if start < end:
-            self._map.madvise(mmap.MADV_REMOVE, start, end - start)
 
     def pin(self) -> None:
         """Pins the segment for copies from a GPU, once; where CUDA refuses, such copies are slower and as right."""
@@ -144,10 +134,18 @@ class Pool:
             if or_hold is not None and alone:
                 or_hold.holds += 1
                 return or_hold
-            slot = self._free[size].pop() if self._free[size] else self._cut(size)
+            fresh = not self._free[size]
+            slot = self._cut(size) if fresh else self._free[size].pop()
             slot.segment.slots_in_use += 1
             slot.holds = 1
-            return slot
+        if fresh:
+            try:
+                put_on_large_pages(slot.view(slot.size_bytes), size_bytes)
+            except BaseException:
+                # A KeyboardInterrupt.
+                self.let_go(slot)
+                raise
+        return slot
 
     def beside_quota(self, size_bytes: int) -> Slot:
         """Returns a slot for so many bytes, held once, of which the quota does not count any.
@@ -157,6 +155,7 @@ class Pool:
         if self._abandoned:
             raise CommError("got a payload for an endpoint of the parent process, want one made after the fork")
         slot = Slot(Segment(size_bytes), 0, 0)
+        put_on_large_pages(slot.segment.bytes, size_bytes)
         slot.segment.abandoned, slot.segment.slots_in_use, slot.holds = True, 1, 1
         return slot
 
@@ -254,7 +253,7 @@ class Pool:
         if slot.abandoned or segment.pinned:
             segment.kept_bytes += slot.size_bytes
         else:
-            segment.give_pages_back(slot.offset_bytes, slot.size_bytes)
+            give_back(slot.view(slot.size_bytes))
             self._used_bytes -= slot.size_bytes
 
     def _drop(self, segment: Segment) -> None:

@@ -14,6 +14,11 @@ BODY = b"x" * 1000
 MIB = 1 << 20
 
 
+def read(array: Any) -> None:
+    """Reads all of an array of uint8, by the quickest way that numpy has."""
+    array.max()
+
+
 @contextlib.contextmanager
 def cluster() -> Iterator[bool]:
     """Starts a local cluster of two processors for as long as the block runs; says whether Ray is there at all."""
@@ -101,6 +106,6 @@ def _put_arrays(queue: Any, count: int, size: int) -> None:
 def _get_arrays(queue: Any, count: int, size: int) -> list[float]:
     times = []
     for _ in range(count):
-        np.bitwise_xor.reduce(queue.get()[: size // 8 * 8].view(np.uint64))
+        read(queue.get())
         times.append(time.monotonic())
     return times

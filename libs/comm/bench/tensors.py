@@ -1,7 +1,7 @@
 """Large tensors: bandwidth of a channel on one host beside a memcpy and gloo, and cost with size."""
 
-import mmap
 import multiprocessing
+import os
 import statistics
 import sys
 import time
@@ -16,10 +16,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 
 import _ray_queue
+from _ray_queue import read
 from _rows import Cast, main, row, said
 
 from m2flow.comm import ChannelClosedError, Endpoint
 from m2flow.comm._copying import copier
+from m2flow.comm._pages import mapped, put_on_large_pages
 
 MIB = 1 << 20
 CAPACITY = 2
@@ -82,10 +84,9 @@ def consumer(endpoint: Endpoint, warm: str) -> dict[str, float]:
     try:
         while True:
             lease = channel.get()
-            words = lease.item[: lease.item.size // 8 * 8].view(np.uint64)
-            np.bitwise_xor.reduce(words)
+            read(lease.item)
             channel.ack(lease)
-            del lease, words
+            del lease
             times.append(time.perf_counter())
     except ChannelClosedError:
         pass
@@ -108,7 +109,7 @@ def gloo_rank(endpoint: Endpoint, rank: str, port: str, count: str) -> float:
             group.send([tensor], 1, 0).wait()
         else:
             group.recv([tensor], 0, 0).wait()
-            np.bitwise_xor.reduce(tensor.numpy().view(np.uint64))
+            read(tensor.numpy())
         times.append(time.perf_counter())
     return float(np.median(np.diff(times)[2:]))
 
@@ -132,7 +133,7 @@ def through_gloo(count: int = 12) -> float:
 def through_nothing(size: int, count: int = 40, num_slots: int = 3) -> float:
     """Returns the median seconds an item takes where one process copies it and another reads it, and that is all."""
     fork = multiprocessing.get_context("fork")
-    slots = [np.frombuffer(mmap.mmap(-1, size), np.uint8) for _ in range(num_slots)]
+    slots = [_shared(size) for _ in range(num_slots)]
     written, free = fork.Semaphore(0), fork.Semaphore(num_slots)
 
     def write() -> None:
@@ -147,11 +148,23 @@ def through_nothing(size: int, count: int = 40, num_slots: int = 3) -> float:
     times = []
     for index in range(count):
         written.acquire()
-        np.bitwise_xor.reduce(slots[index % num_slots].view(np.uint64))
+        read(slots[index % num_slots])
         free.release()
         times.append(time.perf_counter())
     writer.join()
     return float(np.median(np.diff(times)[count // 4 :]))
+
+
+def _shared(size: int) -> Any:
+    """Returns memory for this process and those it forks, as a channel's."""
+    fd = os.memfd_create("bench")
+    try:
+        os.ftruncate(fd, size)
+        memory = mapped(fd, size)
+    finally:
+        os.close(fd)
+    put_on_large_pages(memory, size)
+    return memory
 
 
 def measure() -> Iterator[dict[str, Any]]:

@@ -2,8 +2,11 @@
 who are beside it.
 """
 
+import contextlib
+import ctypes
 import gc
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,10 @@ from hypothesis import strategies as st
 
 from m2flow.comm import CommError, _pages
 from m2flow.comm._deadline import Deadline
-from m2flow.comm._pages import give_back, large_page_bytes, mapped, put_on_large_pages
+from m2flow.comm._pages import give_back, large_page_bytes, map_shared, put_on_large_pages
 from m2flow.comm._segments import Pool, Slot
 
 MIB = 1 << 20
-# Of the processors that the tests run on; where it is another, or none, there is nothing to see below.
 LARGE = 2 * MIB
 
 
@@ -36,49 +38,58 @@ def pool() -> Pool:
     return Pool(256 * MIB, on_retire=lambda segment: None)
 
 
-def kib(fields: list[str], address: int) -> int:
-    """Returns what the kernel says of the mapping that begins at an address."""
-    found: int | None = None
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if line.split("-")[0] == f"{address:x}":
-            found = 0
-        elif found is not None and line.split(":")[0] in fields:
-            found += int(line.split()[1])
-        elif found is not None and line.startswith("VmFlags"):
-            return found
-    return -1
+@pytest.fixture
+def large_pages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What the kernel is asked to put on large pages: (address, size). Skips where it does not give any."""
+    # With no code of the package: that is what is tested.
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    opened = os.memfd_create("probe")
+    os.ftruncate(opened, 2 * LARGE)
+    address = libc.mmap(1 << 40, 2 * LARGE, 3, 1, opened, 0)
+    ctypes.memset(address, 1, 1)
+    refused = address % LARGE or libc.madvise(address, LARGE, 25)
+    os.close(opened)
+    libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(2 * LARGE))
+    size = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+    if refused or not size.exists() or int(size.read_text()) != LARGE:
+        pytest.skip("kernel: it gives shared memory no large pages, or of another size")
+    asked: list[tuple[int, int]] = []
+    madvise = _pages._madvise
+
+    def spy(start: int, size_bytes: int, advice: int) -> int:
+        result = madvise(start, size_bytes, advice)
+        if advice == 25:
+            asked.append((start, size_bytes))
+            if result:
+                pytest.skip("kernel: it has no large pages left")
+        return int(result)
+
+    monkeypatch.setattr(_pages, "_madvise", spy)
+    return asked
 
 
 def large_kib(array: np.ndarray[Any, Any]) -> int:
-    return kib(["ShmemPmdMapped"], array.ctypes.data)
+    """Returns how much of the mapping that begins with an array the kernel has mapped by large pages."""
+    smaps = Path("/proc/self/smaps").read_text()
+    found = re.search(rf"^{array.ctypes.data:x}-(?s:.*?)^ShmemPmdMapped: +(\d+) kB$", smaps, re.MULTILINE)
+    assert found
+    return int(found[1])
 
 
-def num_segments() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:m2flow-")
+def segments() -> set[str]:
+    gc.collect()
+    return set(re.findall(r"memfd:m2flow-[0-9a-f]+", Path("/proc/self/maps").read_text()))
 
 
 def allocated_bytes(fd: int) -> int:
     return os.fstat(fd).st_blocks * 512
 
 
-@pytest.fixture
-def has_large_pages() -> None:
-    """Asks the kernel itself, with none of the code at test but the mapping."""
-    fd = os.memfd_create("m2flow-pages-probe")
-    try:
-        os.ftruncate(fd, 2 * LARGE)
-        probe = mapped(fd, 2 * LARGE)
-        start = -probe.ctypes.data % LARGE
-        probe[start] = 1
-        refused = _pages._madvise(probe.ctypes.data + start, LARGE, _pages._MADV_COLLAPSE)
-    finally:
-        os.close(fd)
-    if refused or large_page_bytes() != LARGE:
-        pytest.skip("kernel: it gives shared memory no large pages, or of another size")
-
-
 def test_two_mappings_of_a_file_are_the_same_bytes(fd: int) -> None:
-    one, two = mapped(fd, 3 * LARGE + 5), mapped(fd, 3 * LARGE + 5)
+    one, two = map_shared(fd, 3 * LARGE + 5), map_shared(fd, 3 * LARGE + 5)
     put_on_large_pages(one, one.size)
     one[:] = np.arange(one.size, dtype=np.uint8)
     np.testing.assert_array_equal(two, np.arange(two.size, dtype=np.uint8))
@@ -88,43 +99,111 @@ def test_two_mappings_of_a_file_are_the_same_bytes(fd: int) -> None:
 
 
 def test_a_mapping_goes_with_its_last_view_and_keeps_no_descriptor(fd: int) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    whole = mapped(fd, 2 * LARGE)
+    def same_file(number: str) -> bool:
+        # The listing's own descriptor is closed by now.
+        with contextlib.suppress(FileNotFoundError):
+            return "m2flow-pages-test" in os.readlink(f"/proc/self/fd/{number}")
+        return False
+
+    def maps() -> str:
+        gc.collect()
+        return Path("/proc/self/maps").read_text()
+
+    whole = map_shared(fd, 2 * LARGE)
     part = whole[LARGE:]
     part[0] = 3
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert sum(map(same_file, os.listdir("/proc/self/fd"))) == 1
     del whole
     assert part[0] == 3
-    assert "m2flow-pages-test" in Path("/proc/self/maps").read_text()
+    assert "m2flow-pages-test" in maps()
     del part
-    gc.collect()
-    assert "m2flow-pages-test" not in Path("/proc/self/maps").read_text()
+    assert "m2flow-pages-test" not in maps()
 
 
 def test_what_cannot_be_mapped_is_the_systems_error() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
-        mapped(-1, LARGE)
+        map_shared(-1, LARGE)
 
 
+def test_a_pool_says_what_the_system_does_not_map(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pages, "_mmap", lambda *asked: _pages._FAILED)
+    with pytest.raises(CommError, match="cannot make shared memory"):
+        pool.take(MIB)
+    assert pool.size_bytes == 0
+
+
+@pytest.mark.usefixtures("large_pages")
 def test_what_is_as_large_as_a_large_page_begins_where_one_can(fd: int) -> None:
-    if large := large_page_bytes():
-        held = [mapped(fd, size) for size in (large, large + 1, 3 * large)]
-        assert [array.ctypes.data % large for array in held] == [0, 0, 0]
+    assert large_page_bytes() == LARGE
+    held = [map_shared(fd, size) for size in (LARGE, LARGE + 1, 3 * LARGE)]
+    assert [array.ctypes.data % LARGE for array in held] == [0, 0, 0]
 
 
-@pytest.mark.usefixtures("has_large_pages")
-def test_a_slot_lies_on_large_pages_for_its_writer_and_its_reader(pool: Pool) -> None:
+@pytest.mark.parametrize("taken", ["by another thread", "the whole address space"])
+def test_without_its_place_a_mapping_is_made_elsewhere(fd: int, monkeypatch: pytest.MonkeyPatch, taken: str) -> None:
+    if taken == "by another thread":
+        # What is not given up again is as good as taken.
+        reserved: list[tuple[int, int]] = []
+        monkeypatch.setattr(_pages, "_munmap", lambda *room: reserved.append(room))
+    else:
+        mmap, rooms = _pages._mmap, iter([_pages._FAILED])
+        monkeypatch.setattr(_pages, "_mmap", lambda *asked: next(rooms, None) or mmap(*asked))
+    monkeypatch.setattr(_pages, "large_page_bytes", lambda: LARGE)
+    array = map_shared(fd, 2 * LARGE)
+    put_on_large_pages(array, array.size)
+    array[:] = 7
+    assert map_shared(fd, 2 * LARGE).min() == 7
+    monkeypatch.undo()
+    if taken == "by another thread":
+        assert len(reserved) == 2
+        for room in reserved:
+            _pages._munmap(*room)
+
+
+def test_a_slot_lies_on_large_pages_for_its_writer_and_its_reader(
+    pool: Pool, large_pages: list[tuple[int, int]]
+) -> None:
     slot = pool.take(34 * MIB)
     slot.view(34 * MIB)[:] = 5
     assert large_kib(slot.segment.bytes) == 34 * 1024
-    reader = mapped(slot.segment.fd, slot.segment.size_bytes)
+    reader = map_shared(slot.segment.fd, slot.segment.size_bytes)
     assert reader[: 34 * MIB].min() == 5
     assert large_kib(reader) == 34 * 1024
     beside = pool.beside_quota(2 * LARGE + 1)
     assert large_kib(beside.segment.bytes) == 2 * LARGE // 1024
+    assert len(large_pages) == 2
 
 
-@pytest.mark.usefixtures("has_large_pages")
+def test_a_slot_that_has_its_memory_is_not_put_on_large_pages_again(
+    pool: Pool, large_pages: list[tuple[int, int]]
+) -> None:
+    slot = pool.take(34 * MIB)
+    slot.view(34 * MIB)[:] = 5
+    pool.let_go(slot)
+    again = pool.take(34 * MIB)
+    assert again is slot
+    assert again.view(34 * MIB).min() == 5
+    assert len(large_pages) == 1
+
+
+@pytest.mark.usefixtures("large_pages")
+def test_the_pool_serves_others_while_the_kernel_makes_pages(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    others: list[Slot] = []
+    madvise = _pages._madvise
+
+    def meanwhile(*asked: int) -> int:
+        if not others:
+            # As another thread would; the lock is reentrant for this one.
+            assert not pool._lock._is_owned()  # type: ignore[attr-defined]
+            others.append(pool.take(MIB))
+        return int(madvise(*asked))
+
+    monkeypatch.setattr(_pages, "_madvise", meanwhile)
+    pool.take(34 * MIB)
+    assert others
+
+
+@pytest.mark.usefixtures("large_pages")
 def test_large_pages_cost_less_than_one_more_than_is_written(pool: Pool) -> None:
     slot = pool.take(64 * MIB + 64)
     assert slot.size_bytes > 64 * MIB + LARGE
@@ -137,7 +216,6 @@ def test_large_pages_cost_less_than_one_more_than_is_written(pool: Pool) -> None
     assert allocated_bytes(slot.segment.fd) == 0
 
 
-@pytest.mark.usefixtures("has_large_pages")
 @given(st.lists(st.sampled_from([64 << 10, MIB, 3 * MIB, 5 * MIB + 7, 9 * MIB]), min_size=2, max_size=12))
 def test_whoever_is_beside_a_fresh_slot_keeps_its_bytes(sizes: list[int]) -> None:
     pool = Pool(256 * MIB, on_retire=lambda segment: None)
@@ -149,45 +227,9 @@ def test_whoever_is_beside_a_fresh_slot_keeps_its_bytes(sizes: list[int]) -> Non
         if not number % 3:
             # One that comes back and loses its memory, and is cut again.
             pool.let_go(slots.pop(0)[0])
-            with pool._lock:
-                pool._drop_unused(0)
+            pool.trim()
     for slot, number in slots:
         assert (slot.view(slot.size_bytes) == number).all()
-
-
-@pytest.mark.parametrize("want", ["none there", "refused"])
-def test_without_large_pages_small_ones_do(pool: Pool, monkeypatch: pytest.MonkeyPatch, want: str) -> None:
-    if want == "none there":
-        monkeypatch.setattr(_pages, "large_page_bytes", lambda: 0)
-    else:
-        monkeypatch.setattr(_pages, "_madvise", lambda *asked: -1)
-    slot = pool.take(34 * MIB)
-    slot.view(34 * MIB)[:] = 5
-    assert large_kib(slot.segment.bytes) == 0
-    assert mapped(slot.segment.fd, 34 * MIB).min() == 5
-
-
-def test_a_system_that_tells_no_size_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pages, "_LARGE_PAGE_FILE", tmp_path / "none")
-    assert large_page_bytes.__wrapped__() == 0
-
-
-def test_who_is_interrupted_while_pages_are_made_leaves_the_slot(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*asked: object) -> int:
-        raise KeyboardInterrupt
-
-    before = num_segments()
-    with monkeypatch.context() as patched:
-        patched.setattr(_pages, "_madvise", interrupt)
-        patched.setattr(_pages, "large_page_bytes", lambda: LARGE)
-        for take in (pool.take, pool.beside_quota):
-            with pytest.raises(KeyboardInterrupt):
-                take(100 * MIB)
-    gc.collect()
-    # That of the pool, free again.
-    assert num_segments() == before + 1
-    held = pool.take(200 * MIB, Deadline(0.0))
-    assert num_segments() == before + 1, held
 
 
 def test_a_slot_that_goes_cold_gives_all_its_memory_back(pool: Pool) -> None:
@@ -198,16 +240,64 @@ def test_a_slot_that_goes_cold_gives_all_its_memory_back(pool: Pool) -> None:
     assert first.segment is second.segment is third.segment
     assert allocated_bytes(first.segment.fd) == 3 * 9 * MIB
     pool.let_go(second)
-    with pool._lock:
-        pool._drop_unused(0)
+    pool.trim()
     assert allocated_bytes(first.segment.fd) == 2 * 9 * MIB
     assert (first.view(9 * MIB) == 1).all()
     assert (third.view(9 * MIB) == 3).all()
     assert not second.view(9 * MIB).any()
 
 
-def test_a_pool_says_what_the_system_does_not_map(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pages, "_mmap", lambda *asked: _pages._FAILED)
-    with pytest.raises(CommError, match="cannot make shared memory"):
-        pool.take(MIB)
-    assert pool.size_bytes == 0
+def test_memory_is_given_back_by_whole_pages_and_not_around_them(fd: int) -> None:
+    whole = map_shared(fd, LARGE)
+    whole[:] = 9
+    give_back(whole[100 : 3 * 4096 - 100])
+    assert whole[:4096].min() == whole[2 * 4096 :].min() == 9
+    assert whole[4096 : 2 * 4096].max() == 0
+    give_back(whole[100:4000])
+    assert whole[:4096].min() == 9
+
+
+def test_what_the_system_does_not_take_back_is_its_error() -> None:
+    # No part of shared memory.
+    with pytest.raises(OSError, match="Invalid argument"):
+        give_back(np.ones(LARGE, np.uint8))
+
+
+@pytest.mark.parametrize("want", ["none there", "refused"])
+def test_without_large_pages_small_ones_do(pool: Pool, monkeypatch: pytest.MonkeyPatch, want: str) -> None:
+    if want == "none there":
+        monkeypatch.setattr(_pages, "large_page_bytes", lambda: 0)
+    else:
+        monkeypatch.setattr(_pages, "_madvise", lambda *asked: -1)
+    slot = pool.take(34 * MIB)
+    slot.view(34 * MIB)[:] = 5
+    assert map_shared(slot.segment.fd, 34 * MIB).min() == 5
+
+
+@pytest.mark.parametrize("says", [None, "", "huge"])
+def test_a_system_that_tells_no_size_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str | None
+) -> None:
+    file = tmp_path / "hpage_pmd_size"
+    if says is not None:
+        file.write_text(says)
+    monkeypatch.setattr(_pages, "_LARGE_PAGE_FILE", file)
+    assert large_page_bytes.__wrapped__() == 0
+
+
+def test_who_is_interrupted_while_pages_are_made_leaves_the_slot(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*asked: object) -> int:
+        raise KeyboardInterrupt
+
+    before = segments()
+    with monkeypatch.context() as patched:
+        patched.setattr(_pages, "_madvise", interrupt)
+        patched.setattr(_pages, "large_page_bytes", lambda: LARGE)
+        for take in (pool.take, pool.beside_quota):
+            with pytest.raises(KeyboardInterrupt):
+                take(100 * MIB)
+    # That of the pool alone, free again: there is room for as much once it makes way.
+    assert len(segments() - before) == 1
+    slot = pool.take(200 * MIB, Deadline(0.0))
+    assert slot.size_bytes <= pool.size_bytes <= 256 * MIB
+    assert len(segments() - before) == 1

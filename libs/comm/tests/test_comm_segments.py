@@ -163,7 +163,7 @@ def test_what_cannot_be_mapped_is_an_error_and_goes_back(make_endpoint: Any, mon
     puts.put(np.ones(100_000), id="1")
     puts.put(np.ones(200_000), id="2")
     with monkeypatch.context() as patched:
-        patched.setattr(_mappings, "mapped", out_of_memory)
+        patched.setattr(_mappings, "map_shared", out_of_memory)
         with pytest.raises(CommError, match="cannot map shared memory: Cannot allocate memory"):
             gets.get_batch(2, timeout_s=5)
         with pytest.raises(RemoteError, match="cannot map shared memory"):

@@ -20,8 +20,8 @@ import numpy as np
 STREAMED_BYTES = 8 << 20
 _LINE = 64
 
-# void copy(target, source, half): two halves at once, each of whole lines of the target's, and one at least. A core has
-# more reads under way in two places than in one: what fetches ahead of a program stops at the end of each page.
+# void copy(target, source, half): two halves at once, each of whole lines of the target's, and one at least. The
+# hardware prefetcher starts anew at each page: in two places the copy waits for it less.
 _LOOP = bytes.fromhex(
     "4889d1"  # mov rcx, rdx
     "c5fe6f06 c5fe6f4e20 c5fe6f140e c5fe6f5c0e20"  # 3: vmovdqu ymm0-3, [rsi], [rsi+32], [rsi+rcx], [rsi+rcx+32]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from m2flow.comm._pages import mapped
+from m2flow.comm._pages import map_shared
 from m2flow.comm._tree import Bytes
 from m2flow.comm.errors import PayloadError, system_refuses
 
@@ -52,7 +52,7 @@ class Mapped:
         with self._lock:
             if self._bytes is None:
                 try:
-                    self._bytes = mapped(self.fd, self.size_bytes)
+                    self._bytes = map_shared(self.fd, self.size_bytes)
                 except OSError as error:
                     raise system_refuses("map shared memory", error) from error
         return self._bytes[block.offset_bytes : block.offset_bytes + block.size_bytes]

@@ -1,8 +1,8 @@
-"""Shared memory as one process maps it, and the pages that it lies on.
+"""How a process maps shared memory, and the pages that back it.
 
-A processor's large page, of 2 MiB on most, costs one fault where small ones cost 512 and one entry of the processor's
-tables, so memory is written first and read ever after for less. The kernel gives shared memory none by itself, but does
-to an owner who asks, where mapping and file agree on where such a page begins.
+A large page, 2 MiB on most processors, costs one page fault and one TLB entry where small ones cost 512: memory is
+quicker to write for the first time and to read ever after. By default Linux gives shared memory none, but it does to
+whoever asks for them, where file and mapping agree on where such a page begins.
 """
 
 import ctypes
@@ -15,11 +15,12 @@ import numpy as np
 
 from m2flow.comm._tree import Bytes
 
-# Of Linux 6.1, and without a name in mmap.
+_PROT_NONE = 0
+# Linux 6.1 has it, and the module mmap no name for it.
 _MADV_COLLAPSE = 25
 _LARGE_PAGE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 
-# The module mmap lets nobody choose an address, and keeps the interpreter while the kernel clears pages.
+# By the module mmap nobody chooses an address, and it holds the GIL while the kernel works.
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _munmap, _madvise = _libc.mmap, _libc.munmap, _libc.madvise
 _mmap.restype = ctypes.c_void_p
@@ -29,34 +30,37 @@ _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
 
 
-def mapped(fd: int, size_bytes: int) -> Bytes:
-    """Returns a memory file's first bytes, shape [size_bytes] uint8, mapped while a view of them lives.
+def map_shared(fd: int, size_bytes: int) -> Bytes:
+    """Returns the first bytes of a memory file that has as many, shape [size_bytes] uint8, mapped while a view lives.
 
-    Raises OSError where the system does not map it.
+    Raises OSError where the system refuses.
     """
     return np.asarray(_Mapping(fd, size_bytes))
 
 
 def put_on_large_pages(part: Bytes, size_bytes: int) -> None:
-    """Puts what holds the first `size_bytes` of a part of shared memory on large pages, as far as there are any.
+    """Backs the first `size_bytes` of a part of shared memory by large pages, as far as these lie wholly in the part.
 
-    Only what lies in the part as a whole page. It is cleared, so nobody may have written there. Blocks for the kernel.
+    To be called before anything is written there: some bytes become 0. Blocks while the kernel finds and clears pages;
+    where it refuses, the part stays on small ones.
     """
     large = large_page_bytes()
-    if part.size < large or not large:
+    if not 0 < large <= part.size:
         return
     start = part.ctypes.data
     first = _up(start, large)
     end = min(_up(start + size_bytes, large), (start + part.size) // large * large)
     if first < end:
-        # The kernel makes none of what is all hole.
+        # Where there is no page yet the kernel has nothing to collapse: one byte makes one.
         part[first - start : end - start : large] = 0
-        # Refused where it has none left or is older than this: then small ones do.
         _madvise(first, end - first, _MADV_COLLAPSE)
 
 
 def give_back(part: Bytes) -> None:
-    """Frees the memory of the pages that lie in a part as a whole: it costs nothing until it is written again."""
+    """Gives the pages that lie wholly in a part back to the system; it reads as 0 until it is written again.
+
+    Of a large page all must lie in the part, or all of it is kept.
+    """
     start = part.ctypes.data
     first, end = _up(start, mmap.PAGESIZE), (start + part.size) // mmap.PAGESIZE * mmap.PAGESIZE
     if first < end and _madvise(first, end - first, mmap.MADV_REMOVE):
@@ -65,10 +69,10 @@ def give_back(part: Bytes) -> None:
 
 @lru_cache
 def large_page_bytes() -> int:
-    """Returns the size of a large page, 0 on a system without."""
+    """Returns the size of a large page; 0 where the system has none."""
     try:
         return int(_LARGE_PAGE_FILE.read_text())
-    except OSError:
+    except (OSError, ValueError):
         return 0
 
 
@@ -85,21 +89,21 @@ class _Mapping:
         self.__array_interface__ = {"data": (address, False), "shape": (size_bytes,), "typestr": "|u1", "version": 3}
 
     def __del__(self, unmap: "ctypes._NamedFuncPointer" = _munmap) -> None:
-        # Not there where it was not mapped.
+        # Missing where it was not mapped.
         if interface := getattr(self, "__array_interface__", None):
             unmap(interface["data"][0], *interface["shape"])
 
 
 def _place(size_bytes: int) -> int | None:
-    """Returns an address at which a large page can begin, free a moment ago; None where any other will do."""
+    """Returns an address at which a large page can begin, with room behind it; None where any address will do."""
     large = large_page_bytes()
-    if size_bytes < large or not large:
+    if not 0 < large <= size_bytes:
         return None
-    room = _mmap(None, size_bytes + large, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    room = _mmap(None, size_bytes + large, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if room == _FAILED:
         return None
+    # Given up again: to map over it could fail half-way. Should another thread be quicker, the kernel maps elsewhere.
     _munmap(room, size_bytes + large)
-    # Should another thread map something there meanwhile, the kernel finds another place.
     return _up(room, large)
 
 

@@ -1,11 +1,11 @@
 """Shared memory that dies with its last holder: anonymous segments, cut into slots that are used again.
 
 A segment is a memfd: it has no name in any file system, so the kernel frees it when the last process that holds its
-descriptor or its mapping is gone, however that process ended. Fresh pages cost ten times warm ones, so a slot goes back
-to its pool when its last reader has let go, and the pool hands out the slot that came back last.
+descriptor or its mapping is gone, however that process ended. Fresh pages cost much more than warm ones, so a slot goes
+back to its pool when its last reader has let go, and the pool hands out the slot that came back last.
 
-Slots of one size share a segment of 64 MiB (a segment's pages cost nothing until they are touched); larger payloads
-have a segment each. That keeps the descriptors few, however many payloads wait. When the quota is used up, the pages of
+Slots of one size share a segment of 64 MiB (its pages cost nothing until a slot on them is taken); larger payloads have
+a segment each. That keeps the descriptors few, however many payloads wait. When the quota is used up, the pages of
 all that is not in use go back to the system.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from m2flow.comm import _torch
 from m2flow.comm._deadline import Deadline
-from m2flow.comm._pages import give_back, mapped, put_on_large_pages
+from m2flow.comm._pages import give_back, map_shared, put_on_large_pages
 from m2flow.comm._tree import Bytes
 from m2flow.comm.errors import CommError, system_refuses
 
@@ -47,7 +47,7 @@ class Segment:
             os.ftruncate(self.fd, size_bytes)
             # A reader touches what it was told is there: nobody may cut it off.
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
-            self.bytes: Bytes = mapped(self.fd, size_bytes)
+            self.bytes: Bytes = map_shared(self.fd, size_bytes)
         except OSError as error:
             raise system_refuses("make shared memory", error) from error
 
@@ -116,8 +116,9 @@ class Pool:
     def take(self, size_bytes: int, deadline: Deadline | None = None, *, or_hold: Slot | None = None) -> Slot:
         """Returns a slot of at least `size_bytes`, held once; or rather `or_hold`, held once more, if it is held once.
 
-        Waits for slots to come back while the quota is used up. Raises CommError when the payload alone exceeds the
-        quota, the system refuses a segment or this is a forked child, TimeoutError when nothing came back in time.
+        Waits for slots to come back while the quota is used up, and for the kernel where one has no memory yet, which
+        takes less than to write it. Raises CommError when the payload alone exceeds the quota, the system refuses a
+        segment or this is a forked child, TimeoutError when nothing came back in time.
         """
         if self._abandoned:
             raise CommError("got a payload for an endpoint of the parent process, want one made after the fork")
@@ -138,13 +139,14 @@ class Pool:
             slot = self._cut(size) if fresh else self._free[size].pop()
             slot.segment.slots_in_use += 1
             slot.holds = 1
-        if fresh:
-            try:
+        try:
+            # What a GPU copies to stays where it is.
+            if fresh and not slot.segment.pinned:
                 put_on_large_pages(slot.view(slot.size_bytes), size_bytes)
-            except BaseException:
-                # A KeyboardInterrupt.
-                self.let_go(slot)
-                raise
+        except BaseException:
+            # Ctrl-C may come while the kernel is at work.
+            self.let_go(slot)
+            raise
         return slot
 
     def beside_quota(self, size_bytes: int) -> Slot:

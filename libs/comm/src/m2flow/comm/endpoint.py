@@ -185,8 +185,8 @@ class Endpoint:
         a view or a tensor of it is not, and must not be written any more. It is copied like any other otherwise, and
         while it has a reader: of a broadcast, for all peers but the first.
 
-        Its memory counts against the quota for as long as anyone refers to it, and what must be copied needs room
-        beside it: let go of one before you ask for the next.
+        Its memory is taken at once and counts against the quota for as long as anyone refers to it, and what must be
+        copied needs room beside it: let go of one before you ask for the next.
 
         Blocks while the quota is used up, and is no call for a callback or a prompt handler (CommError). Raises
         TimeoutError_ after `timeout_s` seconds, CommError for more than the quota, PayloadError for a dtype that does

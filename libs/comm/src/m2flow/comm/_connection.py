@@ -13,7 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -405,24 +405,29 @@ class Connection:
         be mapped.
         """
         if isinstance(payload, bytes):
-            self._check_size(len(payload))
+            self.check_size(len(payload))
             return payload
         if is_data(payload):
             data = self._data.pop(payload.offset_bytes, None)
             if data is None:
                 raise ProtocolError(f"got a message that names data {payload.offset_bytes}, which did not come")
-            self._check_size(len(data))
+            self.check_size(len(data))
             return data
         block, mapped = self.segment_of(payload)
         try:
-            self._check_size(block.size_bytes)
+            self.check_size(block.size_bytes)
             found = mapped.bytes_of(block)
         except CommError:
             self.release([block])
             raise
-        return Hold(found, partial(self._released.add, self, block)).array()
+        return self.held(found, self, block)
 
-    def _check_size(self, size_bytes: int) -> None:
+    def held(self, data: Bytes, lender: Any, block: Any) -> Bytes:
+        """Returns bytes in place; once the last view of them is gone, the io thread calls `lender.release([block])`."""
+        return Hold(data, partial(self._released.add, lender, block)).array()
+
+    def check_size(self, size_bytes: int) -> None:
+        """Raises PayloadError for a payload that is too large here."""
         if size_bytes > self.max_payload_bytes:
             raise PayloadError(f"got a payload of {size_bytes} bytes, want at most {self.max_payload_bytes}")
 

@@ -15,7 +15,7 @@ from m2flow.comm._frames import MAX_MESSAGE_BYTES, Kind, ProtocolError
 from m2flow.comm._index import ChannelIndex
 from m2flow.comm._items import add_columns, add_payloads, rows
 from m2flow.comm._parking import Parking
-from m2flow.comm._references import Reference, is_reference, referenced
+from m2flow.comm._references import Referable, Reference, is_reference, referenced
 from m2flow.comm._tree import Bytes
 from m2flow.comm._views import Filter
 from m2flow.comm._waiting import Caller, Refusal
@@ -27,7 +27,7 @@ from m2flow.proto.comm.v1 import comm_pb2
 _counting = threading.Lock()
 
 
-class Passed(Held):
+class Passed(Held, Referable):
     """A payload on its way through, in a block that readers borrow until all have let go."""
 
     __slots__ = ("_abandoned", "_block", "_from", "_holds", "_mapped", "_message")
@@ -44,10 +44,11 @@ class Passed(Held):
         self._let_go(False)
 
     def give(self, reader: Connection) -> bytes | comm_pb2.Block:
-        """Returns what stands for the payload to a reader, whom its block is lent to where it can map it."""
+        """Returns what stands for the payload to a reader: of this process, or whom its block is lent to to map."""
+        if reader.within:
+            return self.refer()
         if reader.link.passes_fds:
-            with _counting:
-                self._holds += 1
+            self._hold()
             try:
                 # A block has the same name at every end.
                 reader.lend(self._block, self._mapped, self._let_go)
@@ -57,6 +58,27 @@ class Passed(Held):
                 self._let_go(False)
         # A copy: the block may be used again before all of it is sent.
         return reader.pass_on(self._mapped.bytes_of(self._block).tobytes())
+
+    def taken_by(self, reader: Connection) -> tuple[Bytes, bool]:
+        """Returns the bytes in place, held while they live."""
+        reader.check_size(self._block.size_bytes)
+        self._hold()
+        try:
+            return reader.held(self._mapped.bytes_of(self._block), self, None), True
+        except CommError:
+            self._let_go(False)
+            raise
+
+    def release(self, reads: list[None]) -> None:
+        """Ends the holds of readers of this process."""
+        for _ in reads:
+            self._let_go(False)
+
+    def _hold(self) -> None:
+        with _counting:
+            if not self._holds:
+                raise CommError("its item is gone: its channel gave it to another reader or was dropped")
+            self._holds += 1
 
     def _let_go(self, abandoned: bool) -> None:
         with _counting:
@@ -234,7 +256,7 @@ def _entries(connection: Connection, items: comm_pb2.Items) -> list[Entry]:
     ]
 
 
-def _taken_in(payload: comm_pb2.Block, connection: Connection) -> Passed | Reference | bytes | Bytes:
+def _taken_in(payload: comm_pb2.Block, connection: Connection) -> Referable | bytes | Bytes:
     if is_data(payload):
         # It has come over a network, and lives as long as its item.
         return connection.open(payload)

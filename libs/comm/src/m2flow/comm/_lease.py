@@ -208,7 +208,8 @@ class Asked:
                     if isinstance(payload, bytes):
                         leases.append(Lease(*row, read))
                     elif is_reference(payload):
-                        leases.append(Lease(*row[:-1], referenced(payload).tree, None))
+                        content, is_payload = referenced(payload).taken_by(self._connection)
+                        leases.append(Lease(*row[:-1], content, read if is_payload else None))
                     else:
                         leases.append(Lease(*row[:-1], self._connection.open(payload), read))
                 except CommError as error:

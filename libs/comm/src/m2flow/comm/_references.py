@@ -1,6 +1,6 @@
-"""Objects that are handed over inside this process: a number stands for each, as a block stands for bytes.
+"""What is handed over inside this process: a number stands for each, as a block stands for bytes.
 
-A number is found for as long as anybody holds its `Reference`: whoever asks to put it, then the channel that it waits
+A number is found for as long as anybody holds what it stands for: whoever asks to put it, then the channel that it waits
 in. Nobody has to take it back, whatever fails on the way.
 """
 
@@ -8,6 +8,7 @@ import itertools
 import os
 import weakref
 
+from m2flow.comm._connection import Connection
 from m2flow.comm.errors import CommError
 from m2flow.comm.payload import Tree
 from m2flow.proto.comm.v1 import comm_pb2
@@ -15,18 +16,37 @@ from m2flow.proto.comm.v1 import comm_pb2
 # In place of a segment's id: random, so that no other process means it.
 _SEGMENT = int.from_bytes(os.urandom(8), "little")
 _numbers = itertools.count(1)
-_held: "weakref.WeakValueDictionary[int, Reference]" = weakref.WeakValueDictionary()
+_held: "weakref.WeakValueDictionary[int, Referable]" = weakref.WeakValueDictionary()
 
 
-class Reference:
+class Referable:
+    """What a number can stand for."""
+
+    __slots__ = ("__weakref__",)
+
+    def refer(self) -> comm_pb2.Block:
+        """Returns a number for it."""
+        block = comm_pb2.Block(segment=_SEGMENT, offset_bytes=next(_numbers))
+        _held[block.offset_bytes] = self
+        return block
+
+    def taken_by(self, reader: Connection) -> tuple[Tree, bool]:
+        """Returns what is handed to a reader, and whether that is a payload's bytes. Raises CommError as `open`."""
+        raise NotImplementedError
+
+
+class Reference(Referable):
     """One object; whoever holds this keeps it."""
 
-    __slots__ = ("__weakref__", "block", "tree")
+    __slots__ = ("block", "tree")
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
-        self.block = comm_pb2.Block(segment=_SEGMENT, offset_bytes=next(_numbers))
-        _held[self.block.offset_bytes] = self
+        self.block = self.refer()
+
+    def taken_by(self, reader: Connection) -> tuple[Tree, bool]:
+        """Returns the object itself."""
+        return self.tree, False
 
 
 def is_reference(block: comm_pb2.Block) -> bool:
@@ -34,8 +54,8 @@ def is_reference(block: comm_pb2.Block) -> bool:
     return block.segment == _SEGMENT
 
 
-def referenced(block: comm_pb2.Block) -> Reference:
-    """Returns the object that a block stands for; raises CommError where nobody holds it any more."""
+def referenced(block: comm_pb2.Block) -> Referable:
+    """Returns what a block stands for; raises CommError where nobody holds it any more."""
     found = _held.get(block.offset_bytes)
     if found is None:
         raise CommError(f"object {block.offset_bytes} is gone: its channel gave it to another reader or was dropped")

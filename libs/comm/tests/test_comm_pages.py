@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,8 @@ def test_what_cannot_be_mapped_is_the_systems_error() -> None:
 
 def test_a_pool_says_what_the_system_does_not_map(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_pages, "_mmap", lambda *asked: _pages._FAILED)
+    monkeypatch.setattr(_pages, "_lost", [])
+    monkeypatch.setattr(_pages, "large_page_bytes", lambda: LARGE)
     with pytest.raises(CommError, match="cannot make shared memory"):
         pool.take(MIB)
     assert pool.size_bytes == 0
@@ -139,25 +142,46 @@ def test_what_is_as_large_as_a_large_page_begins_where_one_can(fd: int) -> None:
     assert [array.ctypes.data % LARGE for array in held] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("taken", ["by another thread", "the whole address space"])
-def test_without_its_place_a_mapping_is_made_elsewhere(fd: int, monkeypatch: pytest.MonkeyPatch, taken: str) -> None:
-    if taken == "by another thread":
-        # What is not given up again is as good as taken.
-        reserved: list[tuple[int, int]] = []
-        monkeypatch.setattr(_pages, "_munmap", lambda *room: reserved.append(room))
-    else:
-        mmap, rooms = _pages._mmap, iter([_pages._FAILED])
-        monkeypatch.setattr(_pages, "_mmap", lambda *asked: next(rooms, None) or mmap(*asked))
+def test_an_alarm_while_memory_is_mapped_or_unmapped_is_heard_and_loses_none(fd: int) -> None:
+    class Alarm(Exception):
+        pass
+
+    def alarm(*_: object) -> None:
+        raise Alarm
+
+    def address_space_bytes() -> int:
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+
+    map_shared(fd, 8 * LARGE)
+    before = address_space_bytes()
+    old = signal.signal(signal.SIGALRM, alarm)
+    rung, heard, array = 0, 0, None
+    try:
+        while rung < 300:
+            rung += 1
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rung * 2e-6)
+                while True:
+                    array = map_shared(fd, 8 * LARGE)
+                    array = None
+            except Alarm:
+                heard += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    del array
+    assert heard == rung
+    assert address_space_bytes() < before + 8 * LARGE
+
+
+def test_a_room_that_is_not_mapped_over_is_left_as_it_is(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_pages, "large_page_bytes", lambda: LARGE)
-    array = map_shared(fd, 2 * LARGE)
-    put_on_large_pages(array, array.size)
-    array[:] = 7
-    assert map_shared(fd, 2 * LARGE).min() == 7
-    monkeypatch.undo()
-    if taken == "by another thread":
-        assert len(reserved) == 2
-        for room in reserved:
-            _pages._munmap(*room)
+    monkeypatch.setattr(_pages, "_lost", [])
+    with open(f"/proc/self/fd/{fd}", "rb") as file, pytest.raises(OSError, match="Permission denied"):
+        map_shared(file.fileno(), 2 * LARGE)
+    (room,) = _pages._lost
+    assert len(room) == 3 * LARGE
 
 
 def test_a_slot_lies_on_large_pages_for_its_writer_and_its_reader(

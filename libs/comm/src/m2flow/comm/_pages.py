@@ -15,19 +15,21 @@ import numpy as np
 
 from m2flow.comm._tree import Bytes
 
+# The module mmap has no names for these; the last is of Linux 6.1.
 _PROT_NONE = 0
-# Linux 6.1 has it, and the module mmap no name for it.
+_MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25
 _LARGE_PAGE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 
-# By the module mmap nobody chooses an address, and it holds the GIL while the kernel works.
+# The module mmap takes no address, and holds the GIL while the kernel works.
 _libc = ctypes.CDLL(None, use_errno=True)
-_mmap, _munmap, _madvise = _libc.mmap, _libc.munmap, _libc.madvise
+_mmap, _madvise = _libc.mmap, _libc.madvise
 _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
+# Rooms of which nobody knows what is mapped in them: never unmapped.
+_lost: list[mmap.mmap] = []
 
 
 def map_shared(fd: int, size_bytes: int) -> Bytes:
@@ -35,7 +37,18 @@ def map_shared(fd: int, size_bytes: int) -> Bytes:
 
     Raises OSError where the system refuses.
     """
-    return np.asarray(_Mapping(fd, size_bytes))
+    large = large_page_bytes()
+    if not 0 < large <= size_bytes:
+        return np.frombuffer(mmap.mmap(fd, size_bytes), np.uint8)
+    # Mapped over, it still unmaps all of itself when it goes: in C, where no signal's handler can come between.
+    room = mmap.mmap(-1, size_bytes + large, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, _PROT_NONE)
+    place = _up(np.frombuffer(room, np.uint8).ctypes.data, large)
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    if _mmap(place, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0) == _FAILED:
+        error = _error()
+        _lost.append(room)
+        raise error
+    return np.asarray(_Placed(room, place, size_bytes))
 
 
 def put_on_large_pages(part: Bytes, size_bytes: int) -> None:
@@ -76,35 +89,12 @@ def large_page_bytes() -> int:
         return 0
 
 
-class _Mapping:
-    """Unmaps when the last array that lies in it is gone."""
+class _Placed:
+    """What is mapped at an address within a room, for numpy; an array of it keeps the room."""
 
-    __slots__ = ("__array_interface__",)
-
-    def __init__(self, fd: int, size_bytes: int) -> None:
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        address = _mmap(_place(size_bytes), size_bytes, protection, mmap.MAP_SHARED, fd, 0)
-        if address == _FAILED:
-            raise _error()
+    def __init__(self, room: mmap.mmap, address: int, size_bytes: int) -> None:
+        self._room = room
         self.__array_interface__ = {"data": (address, False), "shape": (size_bytes,), "typestr": "|u1", "version": 3}
-
-    def __del__(self, unmap: "ctypes._NamedFuncPointer" = _munmap) -> None:
-        # Missing where it was not mapped.
-        if interface := getattr(self, "__array_interface__", None):
-            unmap(interface["data"][0], *interface["shape"])
-
-
-def _place(size_bytes: int) -> int | None:
-    """Returns an address at which a large page can begin, with room behind it; None where any address will do."""
-    large = large_page_bytes()
-    if not 0 < large <= size_bytes:
-        return None
-    room = _mmap(None, size_bytes + large, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    if room == _FAILED:
-        return None
-    # Given up again: to map over it could fail half-way. Should another thread be quicker, the kernel maps elsewhere.
-    _munmap(room, size_bytes + large)
-    return _up(room, large)
 
 
 def _up(address: int, step: int) -> int:

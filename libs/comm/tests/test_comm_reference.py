@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from m2flow.comm import ChannelFullError, Endpoint, PayloadError, Put, TimeoutError_
+from m2flow.comm import ChannelFullError, CommError, Endpoint, PayloadError, Put, TimeoutError_, _references
 from m2flow.comm._deadline import Deadline
 
 Ends = tuple[Endpoint, ...]
@@ -117,3 +117,86 @@ def test_a_consumer_that_comes_back_elsewhere_gets_what_was_put_before(ends: End
     d.close()
     late = peer("d", "say(endpoint.channel('q', host='host').get(timeout_s=10).item['x'].sum())")
     assert late.line() == str(np.arange(50_000).sum())
+
+
+def test_what_comes_from_elsewhere_is_read_where_the_host_has_it(ends: Ends, peer: Any) -> None:
+    """In the one mapping of this process, and the producer's memory is free once the last reader has let go."""
+    host, _, c, d = ends
+    host.host_channel("from", producers=["e"], consumers=["c", "d"])
+    far = peer(
+        "e",
+        """
+        channel = endpoint.channel("from", host="host")
+        for index in range(3):
+            channel.put({"x": np.full(50_000, index)}, id=str(index))
+        say("put")
+        pool = endpoint._fabric.pool
+        def wait_until_free(count):
+            deadline = time.monotonic() + 10
+            while sum(slab.slots_in_use for slab in pool._slabs.values()) > count:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+        sys.stdin.readline()
+        wait_until_free(1)
+        say("one is held")
+        sys.stdin.readline()
+        wait_until_free(0)
+        say("free")
+        sys.stdin.readline()
+        """,
+    )
+    assert far.line() == "put"
+    channel, other = c.channel("from", host="host"), d.channel("from", host="host")
+    first, second = channel.get_batch(2, timeout_s=5)
+    # Each keeps its own: what one has read and another gives back, and what is acknowledged first.
+    third = other.get(timeout_s=5)
+    other.give_back(third)
+    again = channel.get(timeout_s=5)
+    arrays = [lease.item["x"] for lease in (first, second, again, third)]
+    assert [array[-1] for array in arrays] == [0, 1, 2, 2]
+    assert np.shares_memory(arrays[2], arrays[3])
+    assert not arrays[0].flags.writeable
+    assert Path("/proc/self/maps").read_text().count("memfd:m2flow-") == 1
+    channel.ack([first, second, again])
+    del first, second, again, third, arrays[1:3]
+    gc.collect()
+    far.process.stdin.write("go on\n")
+    far.process.stdin.flush()
+    # The first and the third item of which two had an array.
+    assert [array[-1] for array in arrays] == [0, 2]
+    del arrays[0]
+    gc.collect()
+    assert far.line() == "one is held"
+    arrays.clear()
+    far.process.stdin.write("go on\n")
+    far.process.stdin.flush()
+    assert far.line() == "free"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["still known", "forgotten"])
+def test_an_item_that_was_dropped_before_its_answer_was_read_is_not_read(ends: Ends, peer: Any, known: bool) -> None:
+    """Its memory is another's by then."""
+    host, _, c, _ = ends
+    host.host_channel("from", producers=["e"], consumers=["c"])
+    far = peer("e", "endpoint.channel('from', host='host').put(np.ones(50_000)); say('put'); sys.stdin.readline()")
+    assert far.line() == "put"
+    channel = c.channel("from", host="host")
+    asked = channel._ask_get(0.0, None, None, (), 5.0)
+    response = asked.wait_response()
+    kept = list(_references._held.values()) if known else []
+    host.drop_channel("from")
+    with pytest.raises(CommError, match="gone: its channel gave it to another reader or was dropped"):
+        asked._leases(response)
+    assert len(kept) == known
+
+
+def test_an_item_is_still_read_after_its_producer_has_died_and_its_host_has_closed(ends: Ends, peer: Any) -> None:
+    host, _, c, _ = ends
+    host.host_channel("from", producers=["e"], consumers=["c"])
+    far = peer("e", "endpoint.channel('from', host='host').put(np.arange(50_000)); say('put'); sys.stdin.readline()")
+    assert far.line() == "put"
+    item = c.channel("from", host="host").get(timeout_s=5).item
+    far.kill()
+    host.close()
+    gc.collect()
+    np.testing.assert_array_equal(item, np.arange(50_000))

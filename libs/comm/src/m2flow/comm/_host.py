@@ -15,7 +15,7 @@ from m2flow.comm._frames import MAX_MESSAGE_BYTES, Kind, ProtocolError
 from m2flow.comm._index import ChannelIndex
 from m2flow.comm._items import add_columns, add_payloads, rows
 from m2flow.comm._parking import Parking
-from m2flow.comm._references import Referable, Reference, is_reference, referenced
+from m2flow.comm._references import Decode, Referable, Reference, is_reference, referenced
 from m2flow.comm._tree import Bytes
 from m2flow.comm._views import Filter
 from m2flow.comm._waiting import Caller, Refusal
@@ -59,12 +59,12 @@ class Passed(Held, Referable):
         # A copy: the block may be used again before all of it is sent.
         return reader.pass_on(self._mapped.bytes_of(self._block).tobytes())
 
-    def taken_by(self, reader: Connection) -> tuple[Bytes, bool]:
+    def taken_by(self, reader: Connection, decode: Decode) -> tuple[Bytes, Decode]:
         """Returns the bytes in place, held while they live."""
         reader.check_size(self._block.size_bytes)
         self._hold()
         try:
-            return reader.held(self._mapped.bytes_of(self._block), self, None), True
+            return reader.held(self._mapped.bytes_of(self._block), self, None), decode
         except CommError:
             self._let_go(False)
             raise

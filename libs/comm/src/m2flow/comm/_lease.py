@@ -208,8 +208,7 @@ class Asked:
                     if isinstance(payload, bytes):
                         leases.append(Lease(*row, read))
                     elif is_reference(payload):
-                        content, is_payload = referenced(payload).taken_by(self._connection)
-                        leases.append(Lease(*row[:-1], content, read if is_payload else None))
+                        leases.append(Lease(*row[:-1], *referenced(payload).taken_by(self._connection, read)))
                     else:
                         leases.append(Lease(*row[:-1], self._connection.open(payload), read))
                 except CommError as error:

@@ -1,12 +1,13 @@
 """What is handed over inside this process: a number stands for each, as a block stands for bytes.
 
-A number is found for as long as anybody holds what it stands for: whoever asks to put it, then the channel that it waits
-in. Nobody has to take it back, whatever fails on the way.
+A number is found for as long as anybody holds what it stands for: whoever asks to put that, then the channel that it
+waits in. Nobody has to take it back, whatever fails on the way.
 """
 
 import itertools
 import os
 import weakref
+from collections.abc import Callable
 
 from m2flow.comm._connection import Connection
 from m2flow.comm.errors import CommError
@@ -16,6 +17,8 @@ from m2flow.proto.comm.v1 import comm_pb2
 # In place of a segment's id: random, so that no other process means it.
 _SEGMENT = int.from_bytes(os.urandom(8), "little")
 _numbers = itertools.count(1)
+
+Decode = Callable[[Tree], Tree]
 _held: "weakref.WeakValueDictionary[int, Referable]" = weakref.WeakValueDictionary()
 
 
@@ -30,8 +33,8 @@ class Referable:
         _held[block.offset_bytes] = self
         return block
 
-    def taken_by(self, reader: Connection) -> tuple[Tree, bool]:
-        """Returns what is handed to a reader, and whether that is a payload's bytes. Raises CommError as `open`."""
+    def taken_by(self, reader: Connection, decode: Decode) -> tuple[Tree, Decode | None]:
+        """Returns what a reader is handed, and `decode` where that is a payload's bytes. Raises CommError as `open`."""
         raise NotImplementedError
 
 
@@ -44,9 +47,9 @@ class Reference(Referable):
         self.tree = tree
         self.block = self.refer()
 
-    def taken_by(self, reader: Connection) -> tuple[Tree, bool]:
+    def taken_by(self, reader: Connection, decode: Decode) -> tuple[Tree, None]:
         """Returns the object itself."""
-        return self.tree, False
+        return self.tree, None
 
 
 def is_reference(block: comm_pb2.Block) -> bool:

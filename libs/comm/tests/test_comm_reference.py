@@ -190,6 +190,69 @@ def test_an_item_that_was_dropped_before_its_answer_was_read_is_not_read(ends: E
     assert len(kept) == known
 
 
+_PUT_AS_ASKED = """
+    channel = endpoint.channel("from", host="host")
+    pool = endpoint._fabric.pool
+    for line in sys.stdin:
+        try:
+            channel.put(np.full(50_000, int(line)), timeout_s=5)
+            say("put")
+        except TimeoutError as error:
+            say(str(error))
+"""
+
+
+def test_memory_goes_back_though_its_reader_has_closed_its_endpoint(ends: Ends, peer: Any, run_dir: Path) -> None:
+    host = ends[0]
+    host.host_channel("from", producers=["e"], consumers=["late"])
+    far = peer("e", "\n    endpoint._fabric.pool.quota_bytes = 2 << 20" + _PUT_AS_ASKED)
+    for index in range(12):
+        far.process.stdin.write(f"{index}\n")
+        far.process.stdin.flush()
+        assert far.line() == "put"
+        with Endpoint(run_dir, "late", token="token-of-this-run") as late:
+            channel = late.channel("from", host="host")
+            lease = channel.get(timeout_s=5)
+            item = lease.item
+            channel.ack(lease)
+            channel.stats()
+            del lease
+        assert item.min() == item.max() == index
+        del item
+        gc.collect()
+
+
+def test_an_item_has_one_number_however_often_it_is_given(ends: Ends, peer: Any) -> None:
+    host, _, c, _ = ends
+    host.host_channel("from", producers=["e"], consumers=["c"])
+    far = peer("e", _PUT_AS_ASKED)
+    far.process.stdin.write("7\n")
+    far.process.stdin.flush()
+    assert far.line() == "put"
+    channel = c.channel("from", host="host")
+    for _ in range(20):
+        channel.give_back(channel.get(timeout_s=5))
+    assert len(_references._held) == 1
+    channel.ack(channel.get(timeout_s=5))
+    channel.stats()
+    gc.collect()
+    assert not _references._held
+
+
+def test_over_grpc_nobody_gets_a_number(ends: Ends, peer: Any) -> None:
+    """A number means nothing on another host, and one who is told an address is reached as if there."""
+    host, _, c, _ = ends
+    host.host_channel("from", producers=["e"], consumers=["c"])
+    c.add_address("host", host.listen("127.0.0.1:0"))
+    far = peer("e", _PUT_AS_ASKED)
+    far.process.stdin.write("7\n")
+    far.process.stdin.flush()
+    assert far.line() == "put"
+    lease = c.channel("from", host="host").get(timeout_s=5)
+    assert lease.item.min() == 7
+    assert not _references._held
+
+
 def test_an_item_is_still_read_after_its_producer_has_died_and_its_host_has_closed(ends: Ends, peer: Any) -> None:
     host, _, c, _ = ends
     host.host_channel("from", producers=["e"], consumers=["c"])

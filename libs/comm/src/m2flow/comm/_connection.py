@@ -13,7 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from m2flow.comm._blanks import Blanks
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import Kind, ProtocolError
 from m2flow.comm._loop import Loop
-from m2flow.comm._mappings import BlockRef, Hold, Mapped, Released
+from m2flow.comm._mappings import BlockRef, Hold, Lender, Mapped, Released
 from m2flow.comm._replies import Awaited, Reply, nothing
 from m2flow.comm._segments import Pool, Segment, Slot
 from m2flow.comm._tree import Bytes
@@ -92,7 +92,7 @@ class Connection:
         self.session = next(_sessions)
         self.incarnation = 0
         self.greeted = False
-        # Whether the other end is an endpoint of this very process.
+        # Whether the other end is an endpoint of this very process, and reached within it.
         self.within = False
         self.left = False
         self.link: Link
@@ -422,7 +422,7 @@ class Connection:
             raise
         return self.held(found, self, block)
 
-    def held(self, data: Bytes, lender: Any, block: Any) -> Bytes:
+    def held(self, data: Bytes, lender: Lender, block: BlockRef) -> Bytes:
         """Returns bytes in place; once the last view of them is gone, the io thread calls `lender.release([block])`."""
         return Hold(data, partial(self._released.add, lender, block)).array()
 

@@ -436,7 +436,7 @@ class Fabric:
 
     def _meet(self, connection: Connection, hello: bytes) -> None:
         self.identity.greet(connection, hello)
-        connection.within = self.in_this_process(connection.peer) is not None
+        connection.within = connection.link.passes_fds and self.in_this_process(connection.peer) is not None
 
     # Endings.
 
@@ -492,8 +492,8 @@ class Fabric:
 
     def _send_releases(self) -> None:
         if self.released:
-            for connection, blocks in self.released.drain().items():
-                connection.release(blocks)
+            for lender, blocks in self.released.drain().items():
+                lender.release(blocks)
 
     def _retire(self, segment_id: int) -> None:
         self.loop.call(partial(self._retire_now, segment_id))

@@ -1,6 +1,7 @@
 """The channels that an endpoint hosts: frames to and from their indexes, and the payloads' memory in between.
 
-Everything here runs as the endpoint's io thread or in its place, one thread at a time: the indexes need no lock.
+Everything here runs as the endpoint's io thread or in its place, one thread at a time: the indexes need no lock. But
+`Passed.taken_by` runs on the thread that reads, and who lets go may be any.
 """
 
 import threading
@@ -14,8 +15,9 @@ from m2flow.comm._entries import Entry, Held, drop
 from m2flow.comm._frames import MAX_MESSAGE_BYTES, Kind, ProtocolError
 from m2flow.comm._index import ChannelIndex
 from m2flow.comm._items import add_columns, add_payloads, rows
+from m2flow.comm._mappings import BlockRef
 from m2flow.comm._parking import Parking
-from m2flow.comm._references import Decode, Referable, Reference, is_reference, referenced
+from m2flow.comm._references import Decode, Referable, Reference, gone, is_reference, referenced
 from m2flow.comm._tree import Bytes
 from m2flow.comm._views import Filter
 from m2flow.comm._waiting import Caller, Refusal
@@ -23,20 +25,18 @@ from m2flow.comm.errors import CommError
 from m2flow.comm.payload import encode, has_pickle
 from m2flow.proto.comm.v1 import comm_pb2
 
-# Readers let go on the io thread or on one that waits.
-_counting = threading.Lock()
-
 
 class Passed(Held, Referable):
-    """A payload on its way through, in a block that readers borrow until all have let go."""
+    """A payload on its way through, in a block that its producer gets back when all have let go of it."""
 
-    __slots__ = ("_abandoned", "_block", "_from", "_holds", "_mapped", "_message")
+    __slots__ = ("_abandoned", "_block", "_counting", "_from", "_holds", "_mapped", "_message")
 
     def __init__(self, connection: Connection, block: comm_pb2.Block) -> None:
         self._message = block
         self._block, self._mapped = connection.segment_of(block)
         self._from = connection
         self._abandoned = False
+        self._counting = threading.Lock()
         self._holds = 1
 
     def drop(self) -> None:
@@ -44,9 +44,9 @@ class Passed(Held, Referable):
         self._let_go(False)
 
     def give(self, reader: Connection) -> bytes | comm_pb2.Block:
-        """Returns what stands for the payload to a reader: of this process, or whom its block is lent to to map."""
+        """Returns what stands for the payload: a number within the process, a block lent on the host, or a copy."""
         if reader.within:
-            return self.refer()
+            return self.number
         if reader.link.passes_fds:
             self._hold()
             try:
@@ -62,26 +62,24 @@ class Passed(Held, Referable):
     def taken_by(self, reader: Connection, decode: Decode) -> tuple[Bytes, Decode]:
         """Returns the bytes in place, held while they live."""
         reader.check_size(self._block.size_bytes)
+        found = self._mapped.bytes_of(self._block)
         self._hold()
-        try:
-            return reader.held(self._mapped.bytes_of(self._block), self, None), decode
-        except CommError:
-            self._let_go(False)
-            raise
+        # Told here, where the producer is known: the reader's endpoint may be closed by then.
+        return self._from.held(found, self, self._block), decode
 
-    def release(self, reads: list[None]) -> None:
+    def release(self, blocks: list[BlockRef]) -> None:
         """Ends the holds of readers of this process."""
-        for _ in reads:
+        for _ in blocks:
             self._let_go(False)
 
     def _hold(self) -> None:
-        with _counting:
+        with self._counting:
             if not self._holds:
-                raise CommError("its item is gone: its channel gave it to another reader or was dropped")
+                raise gone(self.number)
             self._holds += 1
 
     def _let_go(self, abandoned: bool) -> None:
-        with _counting:
+        with self._counting:
             self._holds -= 1
             self._abandoned |= abandoned
             last = not self._holds
@@ -256,11 +254,16 @@ def _entries(connection: Connection, items: comm_pb2.Items) -> list[Entry]:
     ]
 
 
-def _taken_in(payload: comm_pb2.Block, connection: Connection) -> Referable | bytes | Bytes:
+def _taken_in(payload: comm_pb2.Block, connection: Connection) -> Passed | Reference | bytes | Bytes:
     if is_data(payload):
         # It has come over a network, and lives as long as its item.
         return connection.open(payload)
-    return referenced(payload) if is_reference(payload) else Passed(connection, payload)
+    if not is_reference(payload):
+        return Passed(connection, payload)
+    found = referenced(payload)
+    # Numbers of what passes through are for readers.
+    assert isinstance(found, Reference)
+    return found
 
 
 def _longest_data(items: comm_pb2.Items) -> int:
@@ -308,7 +311,7 @@ def _given(payload: object, reader: Connection) -> bytes | comm_pb2.Block:
         return reader.pass_on(payload)
     assert isinstance(payload, Reference)
     # Its consumer has come back in another process since it was put. It was found to have an encoding then.
-    return payload.block if reader.within else reader.pass_on(encode(payload.tree).to_bytes())
+    return payload.number if reader.within else reader.pass_on(encode(payload.tree).to_bytes())
 
 
 def _nothing() -> None:

@@ -10,7 +10,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -93,14 +93,20 @@ class Hold:
         self._report()
 
 
+class Lender(Protocol):
+    """Whom blocks or slots go back to."""
+
+    def release(self, blocks: list[Any]) -> None: ...
+
+
 class Released:
     """Blocks and slots whose last array is gone, until the io thread tells whose they are. Appending takes no lock."""
 
     def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake
-        self._blocks: deque[tuple[Any, Any]] = deque()
+        self._blocks: deque[tuple[Lender, Any]] = deque()
 
-    def add(self, lender: Any, block: Any) -> None:
+    def add(self, lender: Lender, block: Any) -> None:
         """Notes that `lender`'s block is free; callable from a finaliser in any thread."""
         self._blocks.append((lender, block))
         if not self._wake():
@@ -111,9 +117,9 @@ class Released:
         """Says whether there is anything to drain."""
         return bool(self._blocks)
 
-    def drain(self) -> dict[Any, list[Any]]:
+    def drain(self) -> dict[Lender, list[Any]]:
         """Returns what was noted since the last call, by lender."""
-        drained: dict[Any, list[Any]] = {}
+        drained: dict[Lender, list[Any]] = {}
         while self._blocks:
             lender, block = self._blocks.popleft()
             drained.setdefault(lender, []).append(block)

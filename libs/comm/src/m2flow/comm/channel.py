@@ -405,7 +405,7 @@ class Channel:
         connection = self._connect(self.host)
         if encoded is None:
             references = [Reference(put.item) for put in puts]
-            add_payloads(request.put.items, [reference.block for reference in references])
+            add_payloads(request.put.items, [reference.number for reference in references])
             return Asked(self.name, connection, request, deadline, key=key, references=references)
         packed = self._pack(connection, encoded, key, deadline, at_once=at_once)
         return self._send_put(request, connection, packed, key, deadline)

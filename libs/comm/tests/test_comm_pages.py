@@ -172,7 +172,8 @@ def test_an_alarm_while_memory_is_mapped_or_unmapped_is_heard_and_loses_none(fd:
         signal.signal(signal.SIGALRM, old)
     del array
     assert heard == rung
-    assert address_space_bytes() < before + 8 * LARGE
+    # Less than the rooms of six, and more than a thread of another test takes.
+    assert address_space_bytes() < before + 100 * MIB
 
 
 def test_a_room_that_is_not_mapped_over_is_left_as_it_is(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:

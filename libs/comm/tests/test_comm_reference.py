@@ -30,6 +30,11 @@ def ends(run_dir: Path) -> Iterator[Ends]:
         yield made
 
 
+def tell(far: Any, line: str) -> None:
+    far.process.stdin.write(line + "\n")
+    far.process.stdin.flush()
+
+
 def test_the_item_itself_arrives_and_nothing_of_it_is_kept(ends: Ends) -> None:
     host, p, c, _ = ends
     array = np.zeros(100_000)
@@ -167,16 +172,14 @@ def test_what_comes_from_elsewhere_is_read_where_the_host_has_it(ends: Ends, pee
     channel.ack([first, second, again])
     del first, second, again, third, arrays[1:3]
     gc.collect()
-    far.process.stdin.write("go on\n")
-    far.process.stdin.flush()
+    tell(far, "go on")
     # The first and the third item of which two had an array.
     assert [array[-1] for array in arrays] == [0, 2]
     del arrays[0]
     gc.collect()
     assert far.line() == "one is held"
     arrays.clear()
-    far.process.stdin.write("go on\n")
-    far.process.stdin.flush()
+    tell(far, "go on")
     assert far.line() == "free"
 
 
@@ -200,7 +203,6 @@ def test_an_item_that_was_dropped_before_its_answer_was_read_is_not_read(ends: E
 
 _PUT_AS_ASKED = """
     channel = endpoint.channel("from", host="host")
-    pool = endpoint._fabric.pool
     for line in sys.stdin:
         try:
             channel.put(np.full(50_000, int(line)), timeout_s=5)
@@ -215,8 +217,7 @@ def test_memory_goes_back_though_its_reader_has_closed_its_endpoint(ends: Ends, 
     host.host_channel("from", producers=["e"], consumers=["late"])
     far = peer("e", "\n    endpoint._fabric.pool.quota_bytes = 2 << 20" + _PUT_AS_ASKED)
     for index in range(12):
-        far.process.stdin.write(f"{index}\n")
-        far.process.stdin.flush()
+        tell(far, str(index))
         assert far.line() == "put"
         with Endpoint(run_dir, "late", token="token-of-this-run") as late:
             channel = late.channel("from", host="host")
@@ -235,8 +236,7 @@ def test_an_item_has_one_number_however_often_it_is_given(ends: Ends, peer: Any)
     host, _, c, _ = ends
     host.host_channel("from", producers=["e"], consumers=["c"])
     far = peer("e", _PUT_AS_ASKED)
-    far.process.stdin.write("7\n")
-    far.process.stdin.flush()
+    tell(far, "7")
     assert far.line() == "put"
     channel = c.channel("from", host="host")
     for _ in range(20):
@@ -255,8 +255,7 @@ def test_over_grpc_nobody_gets_a_number(ends: Ends, peer: Any) -> None:
     host.host_channel("from", producers=["e"], consumers=["c"])
     c.add_address("host", host.listen("127.0.0.1:0"))
     far = peer("e", _PUT_AS_ASKED)
-    far.process.stdin.write("7\n")
-    far.process.stdin.flush()
+    tell(far, "7")
     assert far.line() == "put"
     lease = c.channel("from", host="host").get(timeout_s=5)
     assert lease.item.min() == 7

@@ -149,7 +149,7 @@ class Connection:
             link.send(kind, request_id, body)
         except BrokenPipeError:
             return
-        if link.unsent_bytes:
+        if link.unsent_bytes > HIGH_WATER_BYTES:
             self._bound_unsent(kind, len(body))
 
     def _bound_unsent(self, kind: Kind, size_bytes: int) -> None:

@@ -20,6 +20,13 @@ class Deadline:
         """Makes it now, for one who was cancelled; who waits has to be woken to see it."""
         self._timeout_s = 0.0
 
+    def sooner(self, timeout_s: float | None) -> "Deadline":
+        """Returns this one, or `timeout_s` seconds from now where that is sooner."""
+        if timeout_s is None:
+            return self
+        left_s = self.left_s
+        return Deadline(timeout_s if left_s is None else min(left_s, timeout_s))
+
     @property
     def elapsed_s(self) -> float:
         """Seconds since the call began."""

@@ -13,6 +13,8 @@ from m2flow.comm._loop import reraise_interrupt
 
 _log = logging.getLogger("m2flow.comm")
 _T = TypeVar("_T")
+# A Future's states before it is done.
+_UNDER_WAY = "PENDING", "RUNNING"
 
 
 def nothing() -> None:
@@ -104,6 +106,10 @@ class Answer(Future[_T]):
 
     link: Readable | None = None
     _has_waited = False
+
+    def done(self) -> bool:
+        """Like Future's, without its lock."""
+        return self._state not in _UNDER_WAY
 
     def add_done_callback(self, fn: "Callable[[Future[_T]], object]") -> None:
         """Like Future's; what else than an Exception a callback raises is logged too, and ends no io thread."""

@@ -56,6 +56,7 @@ class UnixLink:
         self.unsent_bytes = self.num_taken = 0
         self._lock = threading.Lock()
         self._drained = threading.Condition(self._lock)
+        self._num_waiting = 0
         self._receiver = Receiver()
         # Held by the one thread that reads, which alone can let go of it.
         self._reading = threading.RLock()
@@ -114,7 +115,11 @@ class UnixLink:
     def wait_sent(self, timeout_s: float | None, at_most_bytes: int) -> bool:
         """Waits until the socket has taken all but so many bytes of what was sent; says whether it did in time."""
         with self._lock:
-            return self._drained.wait_for(lambda: self.unsent_bytes <= at_most_bytes or self._closed, timeout_s)
+            self._num_waiting += 1
+            try:
+                return self._drained.wait_for(lambda: self.unsent_bytes <= at_most_bytes or self._closed, timeout_s)
+            finally:
+                self._num_waiting -= 1
 
     # Ending.
 
@@ -201,7 +206,8 @@ class UnixLink:
                 # A KeyboardInterrupt: nobody knows what has gone out, and the other end may not get it twice.
                 connected.shutdown(socket.SHUT_RDWR)
                 raise
-        self._drained.notify_all()
+        if self._num_waiting:
+            self._drained.notify_all()
 
     def _next_batch(self) -> tuple[list[memoryview], int | None]:
         """Returns what one system call may send: a descriptor goes with the first byte of its own frame."""
@@ -375,8 +381,10 @@ class UnixLink:
 
     def interrupt(self, awaited: Awaited) -> None:
         """Wakes the thread that waits for something, when another thread has done it."""
+        if self._waiting_thread == threading.get_ident():
+            return
         with self._lock:
-            if self._waiting is awaited and self._waiting_thread != threading.get_ident():
+            if self._waiting is awaited:
                 os.eventfd_write(self._wake, 1)
 
 

@@ -71,19 +71,17 @@ class Handle(Generic[T]):
         Raises PeerLostError for a rank that died, as soon as one has; TimeoutError_ naming those that are missing, and
         only those. It may be waited for again.
         """
-        left_s, timeout_s = self._deadline.left_s, Deadline(timeout_s).left_s
-        if left_s is not None:
-            timeout_s = left_s if timeout_s is None else min(left_s, timeout_s)
-        deadline = Deadline(timeout_s)
+        deadline = self._deadline.sooner(timeout_s)
+        left_s = deadline.left_s
         futures = [future for _, future in self._parts]
         if len(futures) > 1:
-            concurrent.futures.wait(futures, timeout_s, return_when=concurrent.futures.FIRST_EXCEPTION)
-            timeout_s = 0.0
+            concurrent.futures.wait(futures, left_s, return_when=concurrent.futures.FIRST_EXCEPTION)
+            left_s = 0.0
         for failed in self._failed():
             failed.result()
         try:
             # For one alone this is the wait: it reads the link meanwhile.
-            return self._finish([future.result(timeout_s) for future in futures])
+            return self._finish([future.result(left_s) for future in futures])
         except TimeoutError as error:
             if not deadline.ended(error):
                 raise

@@ -117,22 +117,19 @@ class Connection:
 
     # Calls.
 
-    def call(self, kind: Kind, body: bytes, *, at_once: bool) -> tuple[int, Reply]:
-        """Returns a request's id and its reply, which fails when the peer is lost.
+    def call(self, kind: Kind, body: bytes) -> tuple[int, Reply]:
+        """Returns a request's id and its reply, which sends it when it is told to or waited for.
 
-        It is sent now, or when its reply is first waited for, which is cheaper for whoever waits at once.
+        The reply fails when the peer is lost.
         """
         request_id = next(self._ids)
-        ask = partial(self.send, kind, request_id, body)
-        reply = Reply(self.link, nothing if at_once else ask)
+        reply = Reply(self.link, partial(self.send, kind, request_id, body))
         with self._lock:
             lost = self._lost
             if lost is None:
                 self._calls[request_id] = reply
         if lost is not None:
             reply.resolve(b"", lost)
-        elif at_once:
-            ask()
         return request_id, reply
 
     def answered(self, request_id: int, body: bytes) -> None:

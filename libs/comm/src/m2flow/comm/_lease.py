@@ -74,7 +74,7 @@ class Lease:
 
 
 class Asked:
-    """A request to a channel's index, which goes out when its answer is waited for."""
+    """A request to a channel's index, which goes out by `ask` or when its answer is waited for."""
 
     def __init__(
         self,
@@ -95,13 +95,27 @@ class Asked:
         self._connection = connection
         self._key = key
         self._iteration = iteration
-        self._deadline = deadline
+        self.deadline = deadline
         self._request = request.SerializeToString()
+        self._id = 0
+        # None before it is asked, and once it was withdrawn.
+        self._reply: Reply | None = None
         if len(self._request) > MAX_MESSAGE_BYTES:
             raise PayloadError(
                 f"channel {channel!r}: got a message of {len(self._request)} bytes, want at most {MAX_MESSAGE_BYTES}: "
                 "put fewer items at a time"
             )
+
+    def ask(self) -> Reply:
+        """Sends the request now, ahead of the wait for its answer."""
+        reply = self._called()
+        reply.ask()
+        return reply
+
+    def _called(self) -> Reply:
+        if self._reply is None:
+            self._id, self._reply = self._connection.call(Kind.CHANNEL, self._request)
+        return self._reply
 
     def wait(self) -> list[Lease]:
         """Blocks for the answer; returns the leases in it."""
@@ -109,21 +123,21 @@ class Asked:
 
     def wait_response(self) -> comm_pb2.ChannelResponse:
         """Blocks for the answer, or until the deadline withdraws the request; raises what it says went wrong."""
-        self._id, self._reply = self._connection.call(Kind.CHANNEL, self._request, at_once=False)
+        reply = self._called()
         try:
             try:
-                body = self._reply.result(self._deadline.left_s)
+                body = reply.result(self.deadline.left_s)
             except TimeoutError as error:
-                if not self._deadline.ended(error):
+                if not self.deadline.ended(error):
                     raise
                 # The index answers a withdrawn request at once: with the items, where they had just been given out.
                 self._connection.send(Kind.CANCEL, self._id, b"")
-                body = self._reply.result(self._cancel_timeout_s)
+                body = reply.result(self._cancel_timeout_s)
         except CommError:
             raise
         except BaseException as error:
-            self._withdraw()
-            if self._deadline.ended(error):
+            self.withdraw()
+            if self.deadline.ended(error):
                 raise self._timed_out((self._connection.peer,)) from None
             raise
         try:
@@ -132,7 +146,7 @@ class Asked:
             raise
         except BaseException:
             # A KeyboardInterrupt, or what another signal's handler raises.
-            self._withdraw()
+            self.withdraw()
             raise
 
     async def wait_async(self) -> list[Lease]:
@@ -143,7 +157,7 @@ class Asked:
         """Like `wait_response`, on the running event loop; of a request that was cancelled nothing happens later."""
         # Whoever awaits has imported it; for all others it would be a quarter of the time to import this package.
         asyncio = sys.modules["asyncio"]
-        self._id, self._reply = self._connection.call(Kind.CHANNEL, self._request, at_once=True)
+        reply = self.ask()
         events = asyncio.get_running_loop()
         answered = events.create_future()
 
@@ -152,30 +166,33 @@ class Asked:
             with contextlib.suppress(RuntimeError):
                 events.call_soon_threadsafe(lambda: answered.done() or answered.set_result(None))
 
-        self._reply.add_done_callback(tell)
+        reply.add_done_callback(tell)
         try:
-            await asyncio.wait([answered], timeout=self._deadline.left_s)
+            await asyncio.wait([answered], timeout=self.deadline.left_s)
             if not answered.done():
                 self._connection.send(Kind.CANCEL, self._id, b"")
                 await asyncio.wait([answered], timeout=self._cancel_timeout_s)
         except asyncio.CancelledError:
             # The answer must still be heard: it says that nothing is put any more, and the items in it go back.
-            self._withdraw()
+            self.withdraw()
             await asyncio.wait([answered], timeout=self._cancel_timeout_s)
             raise
         if not answered.done():
-            self._withdraw()
+            self.withdraw()
             raise self._timed_out((self._connection.peer,))
-        return self._parse(self._reply.result())
+        return self._parse(reply.result())
 
     @property
     def _cancel_timeout_s(self) -> float:
         # Of a host that has yet to appear no answer is on its way.
         return _CANCEL_TIMEOUT_S if self._connection.greeted else 0.0
 
-    def _withdraw(self) -> None:
-        self._connection.send(Kind.CANCEL, self._id, b"")
-        self._reply.add_done_callback(self._give_back)
+    def withdraw(self) -> None:
+        """Takes back what was asked and not waited for; an item that comes nevertheless is given back."""
+        reply, self._reply = self._reply, None
+        if reply is not None:
+            self._connection.send(Kind.CANCEL, self._id, b"")
+            reply.add_done_callback(self._give_back)
 
     def _give_back(self, done: Reply) -> None:
         if done.error() is not None:
@@ -247,4 +264,4 @@ class Asked:
 
     def _timed_out(self, peers: tuple[str, ...]) -> TimeoutError_:
         peer = ", ".join(peers) or self._connection.peer
-        return TimeoutError_(channel=self._channel, key=self._key, peer=peer, elapsed_s=self._deadline.elapsed_s)
+        return TimeoutError_(channel=self._channel, key=self._key, peer=peer, elapsed_s=self.deadline.elapsed_s)

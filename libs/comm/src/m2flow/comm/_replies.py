@@ -38,7 +38,7 @@ class Reply:
     """The body of a request's answer, once it is there, or what went wrong instead.
 
     There is one for every message, so it is less than a Future: it takes no lock, and whoever waits brings one. The
-    request goes out by `ask` when its reply is first waited for: an answer that comes at once then finds its reader.
+    request goes out by `ask` or when its reply is first waited for: an answer that comes at once then finds its reader.
     """
 
     __slots__ = ("_ask", "_body", "_callbacks", "_done", "_error", "_link")
@@ -54,6 +54,12 @@ class Reply:
     def done(self) -> bool:
         """Says whether `result` returns, or raises, at once."""
         return self._done
+
+    def ask(self) -> None:
+        """Sends the request now; afterwards, and where the reply is there already, nothing."""
+        ask, self._ask = self._ask, nothing
+        if not self._done:
+            ask()
 
     def resolve(self, body: bytes, error: Exception | None = None) -> None:
         """Ends the wait; a callback runs here or where it is added, once."""

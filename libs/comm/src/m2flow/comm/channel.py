@@ -9,7 +9,8 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from m2flow.comm._lease import Asked, Lease
 from m2flow.comm._line import Line
 from m2flow.comm._references import Reference
 from m2flow.comm._tree import check
-from m2flow.comm.errors import PayloadError, TimeoutError_
+from m2flow.comm.errors import ChannelClosedError, IterationEnded, PayloadError, TimeoutError_
 from m2flow.comm.payload import Encoded, Tree, encode
 from m2flow.proto.comm.v1 import comm_pb2
 
@@ -271,6 +272,62 @@ class Channel:
         """Like `get_batch`, without blocking the event loop; cancelled, it loses no item."""
         return await self._ask_batch(weight, key, iteration, ack, timeout_s, at_least).wait_async()
 
+    def leases(
+        self,
+        *,
+        key: str | None = None,
+        iteration: int | None = None,
+        ahead: int = 0,
+        timeout_s: float | None = None,
+    ) -> Iterator[Lease]:
+        """Yields one item after another, until the channel is closed and drained or `iteration` has ended.
+
+        Whoever goes on to the next commits the one before. The one at which the loop is left is still leased, to be
+        acknowledged or given back. With `ahead`, that many more are leased while the loop works on one: it waits less,
+        and whoever is slow keeps more from others. They go back when the loop is left. Otherwise like `get`, with
+        `timeout_s` for each; raises ValueError for an `ahead` below 0.
+        """
+        asked: deque[Asked] = deque()
+        taken: Sequence[Lease] = ()
+        try:
+            while True:
+                self._waits("leases")
+                self._ask_ahead(asked, ahead, key, iteration, taken, timeout_s)
+                # Whoever let go of it has its memory back while the next one is waited for.
+                taken = ()
+                taken = asked[0].wait()
+                asked.popleft()
+                yield taken[0]
+        except (ChannelClosedError, IterationEnded):
+            return
+        finally:
+            for one in asked:
+                one.withdraw()
+
+    async def aleases(
+        self,
+        *,
+        key: str | None = None,
+        iteration: int | None = None,
+        ahead: int = 0,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[Lease]:
+        """Like `leases`, without blocking the event loop: for `async for`."""
+        asked: deque[Asked] = deque()
+        taken: Sequence[Lease] = ()
+        try:
+            while True:
+                self._ask_ahead(asked, ahead, key, iteration, taken, timeout_s)
+                taken = ()
+                taken = await asked[0].wait_async()
+                asked.popleft()
+                yield taken[0]
+        except (ChannelClosedError, IterationEnded):
+            return
+        finally:
+            for one in asked:
+                one.withdraw()
+
     def ack(self, leases: Lease | Iterable[Lease]) -> None:
         """Commits leases, after the outputs they caused were put. Does not wait for the host.
 
@@ -337,6 +394,25 @@ class Channel:
 
     def _ask_stats(self, timeout_s: float | None) -> Asked:
         return self._ask(comm_pb2.ChannelRequest(stats=comm_pb2.StatsRequest()), timeout_s)
+
+    def _ask_ahead(
+        self,
+        asked: "deque[Asked]",
+        ahead: int,
+        key: str | None,
+        iteration: int | None,
+        ack: Sequence[Lease],
+        timeout_s: float | None,
+    ) -> None:
+        """Asks for an item and for as many more as may be under way beside it; the first request commits leases."""
+        if ahead < 0:
+            raise ValueError(f"leases: got ahead {ahead}, want 0 or more")
+        while len(asked) <= ahead:
+            asked.append(self._ask_get(0.0, key, iteration, ack, None))
+            ack = ()
+            if ahead:
+                asked[-1].ask()
+        asked[0].deadline = Deadline(timeout_s)
 
     def _ask_batch(
         self,

@@ -232,7 +232,7 @@ class Endpoint:
         """
         self._fabric.check_may_wait(f"request {service}.{method}")
         deadline = Deadline(timeout_s)
-        connection, reply = self._call(peer, service, method, args, deadline, at_once=False)
+        connection, reply = self._call(peer, service, method, args, deadline)
         try:
             body = reply.result(deadline.left_s)
         except BaseException as error:
@@ -257,7 +257,8 @@ class Endpoint:
         return self._request_async(peer, service, method, args, Deadline(timeout_s))
 
     def _request_async(self, peer: str, service: str, method: str, args: Tree, deadline: Deadline) -> "Future[Tree]":
-        connection, reply = self._call(peer, service, method, args, deadline, at_once=True)
+        connection, reply = self._call(peer, service, method, args, deadline)
+        reply.ask()
         result: Answer[Tree] = Answer()
         result.link = connection.link
 
@@ -296,9 +297,7 @@ class Endpoint:
         """
         self._lost_callbacks.append(callback)
 
-    def _call(
-        self, peer: str, service: str, method: str, args: Tree, deadline: Deadline, *, at_once: bool
-    ) -> tuple[Connection, Reply]:
+    def _call(self, peer: str, service: str, method: str, args: Tree, deadline: Deadline) -> tuple[Connection, Reply]:
         encoded = encode(args)
         connection = self._fabric.connection(peer)
         if not connection.wait_for_room(deadline):
@@ -317,7 +316,7 @@ class Endpoint:
         except (TypeError, ValueError) as error:
             connection.take_back([payload])
             raise ValueError(f"got {service!r} and {method!r} for {peer!r}, want two strs: {error}") from error
-        return connection, connection.call(Kind.CALL, request.SerializeToString(), at_once=at_once)[1]
+        return connection, connection.call(Kind.CALL, request.SerializeToString())[1]
 
     def _on_gone(self, connection: Connection, lost: bool) -> None:
         self._host.on_gone(connection)

@@ -21,6 +21,7 @@ from m2flow.comm import (
     Endpoint,
     PayloadError,
     PeerLostError,
+    Pickled,
     TimeoutError_,
     _torch,
     encode,
@@ -149,6 +150,26 @@ def test_a_message_of_a_process_group_is_refused_before_memory_is_made(
     with pytest.raises(PayloadError, match=reason):
         received.result(20)
     backend.close()
+    del sent
+
+
+def test_of_who_sent_too_long_a_message_no_more_is_received() -> None:
+    """What was left of it came as the next one, of another size, and gloo ended the process."""
+    store = dist.HashStore()
+    groups = on_three_threads(lambda rank: dist.ProcessGroupGloo(store, rank, 3, timedelta(seconds=10)))
+    backends = [ProcessGroupBackend(group, NAMES, max_payload_bytes=100_000) for group in groups]
+    sent = backends[1].isend("r0", bytes(1_000_000))
+    for _ in range(2):
+        with pytest.raises(PayloadError, match="want 0 to 100000 in all"):
+            backends[0].irecv("r1").result(5)
+    # One that came whole and cannot be read is the only one that is lost.
+    for tree in (Pickled(1), 2):
+        backends[2].isend("r0", tree)
+    with pytest.raises(PayloadError, match="got a pickle"):
+        backends[0].irecv("r2").result(5)
+    assert backends[0].irecv("r2").result(5) == 2
+    for backend in backends:
+        backend.close()
     del sent
 
 

@@ -242,6 +242,15 @@ def test_a_root_that_is_no_rank_is_refused(make_endpoint: Any, root: int) -> Non
             collective([None] * 3, root=root)
 
 
+def test_a_scatter_that_was_refused_is_made_again(make_endpoint: Any) -> None:
+    """It counted as a call at the root alone, and no later one met the others'."""
+    r0, r1 = (RankGroup(make_endpoint(name), "g", NAMES[:2]) for name in NAMES[:2])
+    with pytest.raises(ValueError, match="scatter: got 3 trees, want 2"):
+        r0.scatter([1, 2, 3], root=0)
+    handles = [r0.scatter([1, 2], root=0, timeout_s=5), r1.scatter(None, root=0, timeout_s=5)]
+    assert [handle.wait() for handle in handles] == [1, 2]
+
+
 def test_the_ranks_of_a_collective_share_its_time() -> None:
     given_s: list[float] = []
 

@@ -128,10 +128,11 @@ class RankGroup:
 
     def scatter(self, trees: Sequence[Tree] | None, *, root: int, timeout_s: float | None = None) -> Handle[Tree]:
         """Gives rank i the root's i-th tree; the others give None."""
+        # What is refused is no call: the root may make it again, and the others wait for that.
+        parts = self._one_each("scatter", trees or ()) if self.rank == root else ()
         tag, deadline = self._tag("scatter", root), Deadline(timeout_s)
         if self.rank != root:
             return Handle(tag, [self._recv(self.members[root], tag)], lambda got: got[0], deadline)
-        parts = self._one_each("scatter", trees or ())
         return Handle(tag, self._sends(parts, tag, deadline), lambda _: parts[self.rank], deadline)
 
     def gather(self, tree: Tree, *, root: int, timeout_s: float | None = None) -> Handle[list[Tree] | None]:

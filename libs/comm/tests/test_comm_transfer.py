@@ -404,6 +404,23 @@ def test_one_deadline_holds_for_all_buckets_of_a_stream(make_endpoint: Any) -> N
     assert receiver.version is None
 
 
+def test_a_time_out_says_how_long_all_of_it_has_taken(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    trainer.stage_weights("policy", 1, {f"t{index}": np.ones(8) for index in range(40)})
+    answer = trainer._calls._handlers["m2flow.weights"]
+
+    def slowly(request: Any) -> Any:
+        time.sleep(0.2)
+        return answer(request)
+
+    trainer._calls._handlers["m2flow.weights"] = slowly
+    receiver = rollout.weight_receiver("policy", sources=["trainer", "trainer"])
+    with pytest.raises(TimeoutError_) as caught:
+        receiver.stream(1, lambda bucket: None, timeout_s=0.3)
+    assert (caught.value.peer, caught.value.channel) == ("trainer", "m2flow.weights.layout")
+    assert 0.3 <= caught.value.elapsed_s < 5
+
+
 def test_a_receiver_without_sources_is_refused(make_endpoint: Any) -> None:
     with pytest.raises(ValueError, match="weights 'policy': got no sources"):
         make_endpoint("rollout").weight_receiver("policy", sources=[])

@@ -129,7 +129,7 @@ class WeightReceiver:
         deadline = Deadline(timeout_s)
         self._moved_bytes, self._checking_s = 0, 0.0
         near = [source for source in self._sources if is_near(self._caller, source)]
-        with self._reading(version):
+        with self._reading(version, deadline):
             return self._prepare(version, near, deadline)
 
     def _prepare(self, version: int, near: Sequence[str], deadline: Deadline) -> Prepared:
@@ -200,8 +200,9 @@ class WeightReceiver:
         Raises as `prepare` does; then nothing is served until a commit, or another stream, succeeds.
         """
         self.version = None
-        with self._reading(version):
-            self._stream(version, load, Deadline(timeout_s))
+        deadline = Deadline(timeout_s)
+        with self._reading(version, deadline):
+            self._stream(version, load, deadline)
         return self._end(version)
 
     def _stream(self, version: int, load: Load, deadline: Deadline) -> None:
@@ -224,7 +225,7 @@ class WeightReceiver:
             load({name: _put_together(plan[name].box, parts) for name, parts in pieces.items()})
 
     @contextlib.contextmanager
-    def _reading(self, version: int) -> Iterator[None]:
+    def _reading(self, version: int, deadline: Deadline) -> Iterator[None]:
         """Tells the sources afterwards that it is done; what has failed keeps nothing of what it had read."""
         lost = ""
         try:
@@ -232,6 +233,10 @@ class WeightReceiver:
         except BaseException as error:
             lost = error.peer if isinstance(error, PeerLostError) else ""
             traceback.clear_frames(error.__traceback__)
+            if isinstance(error, TimeoutError_) and deadline.ended(error):
+                # It counts from when the calls before the last had their answers.
+                channel, peer, elapsed_s = error.channel, error.peer, deadline.elapsed_s
+                raise TimeoutError_(channel=channel, key=error.key, peer=peer, elapsed_s=elapsed_s) from error
             raise
         finally:
             for source in self._sources:

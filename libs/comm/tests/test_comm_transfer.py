@@ -421,6 +421,29 @@ def test_a_time_out_says_how_long_all_of_it_has_taken(make_endpoint: Any) -> Non
     assert 0.3 <= caught.value.elapsed_s < 5
 
 
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_a_stream_has_two_buckets_in_memory(make_endpoint: Any, peer: Any, dtype: str) -> None:
+    program = f"""
+        half, first = np.ones((64, 1024), "{dtype}"), 64 * (sys.argv[2] == "t1")
+        endpoint.offer_weights("w", 1, {{f"w{{i}}": Shard(half, (first, 0), (128, 1024)) for i in range(16)}})
+        say(endpoint.listen("127.0.0.1:0"))
+        time.sleep(60)
+    """
+    rollout = make_endpoint("rollout")
+    for name in ("t0", "t1"):
+        rollout.add_address(name, peer(name, program).line())
+    bucket = 4 * 128 * 1024 * np.dtype(dtype).itemsize
+    receiver = rollout.weight_receiver("w", sources=["t0", "t1"], bucket_bytes=bucket)
+    tracemalloc.start()
+    try:
+        # The next one comes while this one is loaded.
+        receiver.stream(1, lambda loaded: time.sleep(0.05), timeout_s=20)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert bucket < peak < 2.4 * bucket
+
+
 def test_a_receiver_without_sources_is_refused(make_endpoint: Any) -> None:
     with pytest.raises(ValueError, match="weights 'policy': got no sources"):
         make_endpoint("rollout").weight_receiver("policy", sources=[])

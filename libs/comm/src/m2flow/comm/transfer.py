@@ -208,7 +208,8 @@ class WeightReceiver:
     def _stream(self, version: int, load: Load, deadline: Deadline) -> None:
         plan, stamps = self._plan(version, deadline, {})
         names = list(plan)
-        runs = list(_runs([wanted.box.num_elements() * 8 for wanted in plan.values()], self._bucket_bytes))
+        # Half of a bucket at a time: its pieces, what they are put together to, and the next one's pieces are here.
+        runs = list(_runs([2 * wanted.nbytes for wanted in plan.values()], self._bucket_bytes))
         ask = partial(self._ask, version, stamps, plan, deadline)
         following = ask(names[slice(*runs[0])]) if runs else []
         for number, bounds in enumerate(runs):

@@ -6,6 +6,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +313,32 @@ def test_targets_of_every_kind_are_copied_into(make_endpoint: Any) -> None:
     assert all(bool((own[name] == weights[name]).all()) for name in own)
     # Autograd knows that what it may have saved for a backward pass has changed.
     assert own["large"]._version > before
+
+
+@pytest.mark.parametrize("way", ["memory", "grpc"])
+@pytest.mark.parametrize("dtype", [torch.int4, torch.uint7, torch.float4_e2m1fn_x2, torch.float8_e4m3fn, torch.bool])
+def test_elements_of_a_byte_and_less_are_put_together(tmp_path: Path, way: str, dtype: torch.dtype) -> None:
+    """Of integers of less than a byte torch copies none: a commit failed, and nothing was served."""
+    whole = (torch.arange(12, dtype=torch.uint8) % 2).view(dtype).reshape(3, 4)
+    with ExitStack() as ends:
+        rollout = ends.enter_context(Endpoint(tmp_path / "r", "r", token="t"))
+        for name, column in (("t0", 0), ("t1", 2)):
+            trainer = Endpoint(tmp_path / ("r" if way == "memory" else name), name, token="t")
+            ends.enter_context(trainer)
+            if way == "grpc":
+                rollout.add_address(name, trainer.listen("127.0.0.1:0"))
+            shard = Shard(whole[:, column : column + 2], (0, column), (3, 4))
+            trainer.stage_weights("policy", 1, {"x": shard, "whole": whole})
+        receiver = rollout.weight_receiver("policy", sources=["t0", "t1"])
+        receiver.prepare(1, timeout_s=20)
+        own = {name: torch.empty(3, 4, dtype=dtype) for name in ("x", "whole")}
+        loads: list[dict[str, Any]] = [own, {}, {}]
+        receiver.commit_into(own)
+        receiver.prepare(1, timeout_s=20)
+        receiver.commit(loads[1].update)
+        receiver.stream(1, loads[2].update, timeout_s=20)
+        for loaded in loads:
+            assert all(torch.equal(loaded[name].view(torch.uint8), whole.view(torch.uint8)) for name in own)
 
 
 def test_a_read_only_target_is_refused(make_endpoint: Any) -> None:

@@ -189,7 +189,7 @@ class WeightReceiver:
             if not _copied(target, name, moves, given, copy):
                 own = target.detach() if _torch.is_tensor(target) else target
                 for move in moves:
-                    own[(*move.box.slices(box), ...)] = _array(given, name, move)
+                    _put(own, box, move.box, _array(given, name, move))
         return self._end(version)
 
     def stream(self, version: int, load: Load, *, timeout_s: float | None = None) -> int:
@@ -477,8 +477,15 @@ def _put_together(box: Box, pieces: Sequence[tuple[Box, Tree]]) -> Tree:
         return pieces[0][1]
     whole = new_empty(pieces[0][1], box.shape)
     for part, array in pieces:
-        whole[part.slices(box)] = array
+        _put(whole, box, part, array)
     return whole
+
+
+def _put(whole: Tree, box: Box, part: Box, array: Tree) -> None:
+    """Writes a part of the box that an array or tensor holds."""
+    if whole.dtype == array.dtype:
+        whole, array = _torch.copyable(whole), _torch.copyable(array)
+    whole[(*part.slices(box), ...)] = array
 
 
 def _runs(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:

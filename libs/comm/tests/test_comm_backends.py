@@ -21,6 +21,7 @@ from m2flow.comm import (
     Endpoint,
     PayloadError,
     PeerLostError,
+    Pickled,
     TimeoutError_,
     _torch,
     encode,
@@ -152,6 +153,26 @@ def test_a_message_of_a_process_group_is_refused_before_memory_is_made(
     del sent
 
 
+def test_of_who_sent_too_long_a_message_no_more_is_received() -> None:
+    """What was left of it came as the next one, of another size, and gloo ended the process."""
+    store = dist.HashStore()
+    groups = on_three_threads(lambda rank: dist.ProcessGroupGloo(store, rank, 3, timedelta(seconds=10)))
+    backends = [ProcessGroupBackend(group, NAMES, max_payload_bytes=100_000) for group in groups]
+    sent = backends[1].isend("r0", bytes(1_000_000))
+    for _ in range(2):
+        with pytest.raises(PayloadError, match="want 0 to 100000 in all"):
+            backends[0].irecv("r1").result(5)
+    # One that came whole and cannot be read is the only one that is lost.
+    for tree in (Pickled(1), 2):
+        backends[2].isend("r0", tree)
+    with pytest.raises(PayloadError, match="got a pickle"):
+        backends[0].irecv("r2").result(5)
+    assert backends[0].irecv("r2").result(5) == 2
+    for backend in backends:
+        backend.close()
+    del sent
+
+
 def test_a_rank_that_is_silent_for_the_groups_time_out_is_lost() -> None:
     store = dist.HashStore()
     groups = on_three_threads(lambda rank: dist.ProcessGroupGloo(store, rank, 3, timedelta(seconds=1)))
@@ -221,6 +242,25 @@ def test_a_root_that_is_no_rank_is_refused(make_endpoint: Any, root: int) -> Non
             collective([None] * 3, root=root)
 
 
+def test_a_scatter_that_was_refused_is_made_again(make_endpoint: Any) -> None:
+    """It counted as a call at the root alone, and no later one met the others'."""
+    r0, r1 = (RankGroup(make_endpoint(name), "g", NAMES[:2]) for name in NAMES[:2])
+    with pytest.raises(ValueError, match="scatter: got 3 trees, want 2"):
+        r0.scatter([1, 2, 3], root=0)
+    handles = [r0.scatter([1, 2], root=0, timeout_s=5), r1.scatter(None, root=0, timeout_s=5)]
+    assert [handle.wait() for handle in handles] == [1, 2]
+
+
+def test_after_a_call_whose_tree_could_not_be_encoded_the_next_ones_meet(make_endpoint: Any) -> None:
+    r0, r1 = (RankGroup(make_endpoint(name), "g", ["r0", "r1"]) for name in ("r0", "r1"))
+    with pytest.raises(PayloadError):
+        r0.broadcast(object(), root=0)
+    with pytest.raises(TimeoutError_, match="r0"):
+        r1.broadcast(None, root=0, timeout_s=0.2).wait()
+    handles = [r0.broadcast(1, root=0, timeout_s=5), r1.broadcast(None, root=0, timeout_s=5)]
+    assert [handle.wait() for handle in handles] == [1, 1]
+
+
 def test_the_ranks_of_a_collective_share_its_time() -> None:
     given_s: list[float] = []
 
@@ -276,9 +316,11 @@ def test_spans_move_every_row_once_and_in_order(sources: list[int], targets: lis
     assert np.concatenate(taken).tolist() == rows.tolist()
 
 
-def test_spans_refuse_unequal_sums() -> None:
+def test_spans_refuse_unequal_sums_and_less_than_nothing() -> None:
     with pytest.raises(ValueError, match="3 rows to give and 4 to take"):
         spans([3], [4])
+    with pytest.raises(ValueError, match=r"\[2, -1\] rows to give .* want none below 0"):
+        spans([2, -1], [1])
 
 
 def test_tensors_are_rows_too(run_dir: Path) -> None:

@@ -95,6 +95,18 @@ def test_a_receiver_with_delta_moves_only_what_changed(far: tuple[Endpoint, Endp
     assert all(later < prepared.nbytes / 10 for later in moved[1:])
 
 
+def test_a_tensor_that_has_other_dims_than_before_is_sent_whole(far: tuple[Endpoint, Endpoint]) -> None:
+    """Every prepare failed from then on."""
+    trainer, rollout = far
+    receiver = rollout.weight_receiver("w", sources=["t"], delta=True)
+    for version, (shape, moved) in enumerate((((6,), 48), ((2, 3), 48), ((2, 3), 0), ((), 8), ((6,), 48))):
+        trainer.stage_weights("w", version, {"x": np.ones(shape)})
+        assert receiver.prepare(version, timeout_s=20).moved_bytes == moved
+        got: dict[str, Any] = {}
+        receiver.commit(got.update)
+        assert (got["x"].shape, got["x"].sum()) == (shape, np.ones(shape).sum())
+
+
 def test_a_base_that_was_withdrawn_is_no_base(far: tuple[Endpoint, Endpoint]) -> None:
     trainer, rollout = far
     receiver = rollout.weight_receiver("w", sources=["t"], wanted={"x": Box((10,), (500,))}, delta=True)

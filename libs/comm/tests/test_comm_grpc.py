@@ -388,6 +388,17 @@ def certificates(directory: Path, authority: str) -> Tls:
     return Tls(directory / name, directory / key, directory / name)
 
 
+def test_certificates_that_will_not_do_are_named_where_it_listens(tmp_path: Path) -> None:
+    ours, theirs, nothing = certificates(tmp_path, "ours"), certificates(tmp_path, "theirs"), tmp_path / "missing"
+    for tls, words in (
+        (Tls(nothing, nothing, nothing), "missing"),
+        (Tls(ours.certificate, theirs.key, ours.authority), "and a key that fits its certificate"),
+    ):
+        refused = pytest.raises(CommError, match=f"cannot listen at '127.0.0.1:0'.*{words}")
+        with Endpoint(tmp_path / "a", "a", token="t", tls=tls) as a, refused:
+            a.listen("127.0.0.1:0")
+
+
 def test_mutual_tls_lets_in_only_who_shows_a_certificate(tmp_path: Path) -> None:
     ours, theirs = certificates(tmp_path, "ours"), certificates(tmp_path, "theirs")
     server_hangs_up = "it hung up, as a server does that gets no certificate of its authority"

@@ -6,6 +6,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,32 @@ def test_targets_of_every_kind_are_copied_into(make_endpoint: Any) -> None:
     assert own["large"]._version > before
 
 
+@pytest.mark.parametrize("way", ["memory", "grpc"])
+@pytest.mark.parametrize("dtype", [torch.int4, torch.uint7, torch.float4_e2m1fn_x2, torch.float8_e4m3fn, torch.bool])
+def test_elements_of_a_byte_and_less_are_put_together(tmp_path: Path, way: str, dtype: torch.dtype) -> None:
+    """Of integers of less than a byte torch copies none: a commit failed, and nothing was served."""
+    whole = (torch.arange(12, dtype=torch.uint8) % 2).view(dtype).reshape(3, 4)
+    with ExitStack() as ends:
+        rollout = ends.enter_context(Endpoint(tmp_path / "r", "r", token="t"))
+        for name, column in (("t0", 0), ("t1", 2)):
+            trainer = Endpoint(tmp_path / ("r" if way == "memory" else name), name, token="t")
+            ends.enter_context(trainer)
+            if way == "grpc":
+                rollout.add_address(name, trainer.listen("127.0.0.1:0"))
+            shard = Shard(whole[:, column : column + 2], (0, column), (3, 4))
+            trainer.stage_weights("policy", 1, {"x": shard, "whole": whole})
+        receiver = rollout.weight_receiver("policy", sources=["t0", "t1"])
+        receiver.prepare(1, timeout_s=20)
+        own = {name: torch.empty(3, 4, dtype=dtype) for name in ("x", "whole")}
+        loads: list[dict[str, Any]] = [own, {}, {}]
+        receiver.commit_into(own)
+        receiver.prepare(1, timeout_s=20)
+        receiver.commit(loads[1].update)
+        receiver.stream(1, loads[2].update, timeout_s=20)
+        for loaded in loads:
+            assert all(torch.equal(loaded[name].view(torch.uint8), whole.view(torch.uint8)) for name in own)
+
+
 def test_a_read_only_target_is_refused(make_endpoint: Any) -> None:
     trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
     trainer.stage_weights("policy", 1, {"x": np.ones(3)})
@@ -402,6 +429,46 @@ def test_one_deadline_holds_for_all_buckets_of_a_stream(make_endpoint: Any) -> N
     with pytest.raises(TimeoutError_, match=r"'m2flow\.weights\.slices': waited 0\.\d+ s for trainer"):
         receiver.stream(1, lambda bucket: None, timeout_s=0.2)
     assert receiver.version is None
+
+
+def test_a_time_out_says_how_long_all_of_it_has_taken(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    trainer.stage_weights("policy", 1, {f"t{index}": np.ones(8) for index in range(40)})
+    answer = trainer._calls._handlers["m2flow.weights"]
+
+    def slowly(request: Any) -> Any:
+        time.sleep(0.2)
+        return answer(request)
+
+    trainer._calls._handlers["m2flow.weights"] = slowly
+    receiver = rollout.weight_receiver("policy", sources=["trainer", "trainer"])
+    with pytest.raises(TimeoutError_) as caught:
+        receiver.stream(1, lambda bucket: None, timeout_s=0.3)
+    assert (caught.value.peer, caught.value.channel) == ("trainer", "m2flow.weights.layout")
+    assert 0.3 <= caught.value.elapsed_s < 5
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_a_stream_has_two_buckets_in_memory(make_endpoint: Any, peer: Any, dtype: str) -> None:
+    program = f"""
+        half, first = np.ones((64, 1024), "{dtype}"), 64 * (sys.argv[2] == "t1")
+        endpoint.offer_weights("w", 1, {{f"w{{i}}": Shard(half, (first, 0), (128, 1024)) for i in range(16)}})
+        say(endpoint.listen("127.0.0.1:0"))
+        time.sleep(60)
+    """
+    rollout = make_endpoint("rollout")
+    for name in ("t0", "t1"):
+        rollout.add_address(name, peer(name, program).line())
+    bucket = 4 * 128 * 1024 * np.dtype(dtype).itemsize
+    receiver = rollout.weight_receiver("w", sources=["t0", "t1"], bucket_bytes=bucket)
+    tracemalloc.start()
+    try:
+        # The next one comes while this one is loaded.
+        receiver.stream(1, lambda loaded: time.sleep(0.05), timeout_s=20)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert bucket < peak < 2.4 * bucket
 
 
 def test_a_receiver_without_sources_is_refused(make_endpoint: Any) -> None:

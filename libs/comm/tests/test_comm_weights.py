@@ -290,6 +290,36 @@ def test_who_waits_no_longer_is_forgotten(make_endpoint: Any) -> None:
         time.sleep(0.001)
 
 
+def test_who_asks_for_a_version_before_it_is_offered_waits_for_that(make_endpoint: Any) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    streamed: dict[str, Any] = {}
+    errors: list[str] = []
+
+    def prepare() -> None:
+        try:
+            rollout.fetch_weights("trainer", "policy", 1, timeout_s=20)
+        except RemoteError as error:
+            errors.append(str(error))
+
+    def stream() -> None:
+        rollout.weight_receiver("policy", sources=["trainer"]).stream(1, streamed.update, timeout_s=20)
+
+    threads = [threading.Thread(target=work) for work in (prepare, stream)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 10
+    while len(trainer._weights._line("policy").awaited) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    trainer.offer_weights("policy", 0, {"a": np.zeros(2)})
+    trainer.offer_weights("policy", 1, {"a": np.ones(2)})
+    for thread in threads:
+        thread.join(10)
+    assert streamed["a"].tolist() == [1, 1]
+    assert ["are only offered: stream them" in error for error in errors] == [True]
+    assert trainer._weights._line("policy").awaited == []
+
+
 def test_what_is_only_offered_is_not_prepared(make_endpoint: Any) -> None:
     trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
     trainer.offer_weights("policy", 1, {"a": np.ones(2)})

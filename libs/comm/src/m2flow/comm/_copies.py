@@ -71,6 +71,9 @@ def held(name: str, box: Box, copies: Sequence[Parts]) -> tuple[list[tuple[Box, 
             return [(box, copy[name][box])], []
     pieces, missing = [], [box]
     for part, array in [found for copy in copies for found in copy.get(name, {}).items()]:
+        if len(part.shape) != len(box.shape):
+            # Of a version before, which had it in other dims.
+            continue
         for both in filter(None, [overlap(one, part) for one in missing]):
             pieces.append((both, array[(*both.slices(part), ...)]))
         missing = [left for one in missing for left in subtract(one, part)]

@@ -245,11 +245,15 @@ class Streams:
             _check_free(address)
         try:
             port = self._bind(server, address)
+        except OSError as error:
+            raise CommError(f"cannot listen at {address!r}: {error}") from error
         except RuntimeError as error:
             # Which does not say why.
             want = "a port of this host that is free: port 0 is one"
             if address.startswith("unix:"):
                 want = "a path in a directory of one's own, where no file is"
+            if self._tls is not None:
+                want += ", and a key that fits its certificate"
             raise CommError(f"cannot listen at {address!r}, want {want} ({error})") from error
         await server.start()
         self._servers.append(server)

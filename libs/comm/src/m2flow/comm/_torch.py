@@ -108,9 +108,12 @@ def raw(tensor: Any) -> Any:
 
 
 def _dense(tensor: Any) -> Any:
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    # torch copies not all its dtypes of less than a byte, but their bytes.
-    return (plain.view(sys.modules["torch"].uint8) if plain.itemsize == 1 else plain).contiguous()
+    return copyable(tensor.detach().resolve_conj().resolve_neg()).contiguous()
+
+
+def copyable(array: Any) -> Any:
+    """Returns an array or tensor, as bytes where they are its elements: torch copies not all that are less than one."""
+    return array.view(sys.modules["torch"].uint8) if is_tensor(array) and array.itemsize == 1 else array
 
 
 def address(tensor: Any) -> int:

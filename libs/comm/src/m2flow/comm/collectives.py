@@ -102,8 +102,9 @@ class RankGroup:
     Each collective returns its handle once what it sends is on its way. It blocks until then, as the backend's `isend`
     does: for the copies and their memory and, between endpoints, while 8 MiB are on their way to a rank. `timeout_s` is
     for all of it: so many seconds after the call began, that or `wait` raises TimeoutError_, naming who is missing. It
-    raises PayloadError for a tree that cannot be encoded, ValueError where not every rank is given one or `root` is
-    none of the ranks, which begin with 0.
+    raises PayloadError for a tree that cannot be encoded, which was a call all the same: the others wait for it until
+    their time is over, and their next call meets this one's next. ValueError is raised, and no call made, where not
+    every rank is given a tree or `root` is none of the ranks, which begin with 0.
     """
 
     def __init__(self, backend: Backend, name: str, members: Sequence[str]) -> None:
@@ -126,10 +127,11 @@ class RankGroup:
 
     def scatter(self, trees: Sequence[Tree] | None, *, root: int, timeout_s: float | None = None) -> Handle[Tree]:
         """Gives rank i the root's i-th tree; the others give None."""
+        # What is refused is no call: the root may make it again, and the others wait for that.
+        parts = self._one_each("scatter", trees or ()) if self.rank == root else ()
         tag, deadline = self._tag("scatter", root), Deadline(timeout_s)
         if self.rank != root:
             return Handle(tag, [self._recv(self.members[root], tag)], lambda got: got[0], deadline)
-        parts = self._one_each("scatter", trees or ())
         return Handle(tag, self._sends(parts, tag, deadline), lambda _: parts[self.rank], deadline)
 
     def gather(self, tree: Tree, *, root: int, timeout_s: float | None = None) -> Handle[list[Tree] | None]:
@@ -211,8 +213,11 @@ class Span(NamedTuple):
 def spans(source_rows: Sequence[int], target_rows: Sequence[int]) -> list[Span]:
     """Returns which rows go from whom to whom when rows in order are dealt anew, for any counts of equal sum.
 
-    `source_rows` and `target_rows` are the numbers of rows of each rank. Raises ValueError where the sums differ.
+    `source_rows` and `target_rows` are the numbers of rows of each rank. Raises ValueError where the sums differ
+    or a number is below 0.
     """
+    if min((*source_rows, *target_rows), default=0) < 0:
+        raise ValueError(f"got {list(source_rows)} rows to give and {list(target_rows)} to take, want none below 0")
     if sum(source_rows) != sum(target_rows):
         raise ValueError(f"got {sum(source_rows)} rows to give and {sum(target_rows)} to take, want as many")
     found = []

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from m2flow.comm import _torch
 from m2flow.comm._executor import LaneExecutor
 from m2flow.comm._mailbox import Mailbox
+from m2flow.comm._tree import Bytes
 from m2flow.comm.errors import CommError, PayloadError, PeerLostError
 from m2flow.comm.payload import MAX_PAYLOAD_BYTES, Encoded, Tree, decode, encode
 
@@ -33,8 +34,8 @@ class ProcessGroupBackend:
     messages to lower ranks go over a group of their own, `back`, and neither is made with a `device_id`, as all ranks
     would share its one queue. With gloo a rank silent for the time-out of its group is a lost peer; with NCCL torch's
     watchdog acts as its own settings say. `max_payload_bytes` is the most that the tree of a message may have, and its
-    tensors; more fails who waits for that peer, before memory is made for it. Raises ValueError for groups that will
-    not do.
+    tensors; more fails who waits for that peer, and who does so later, before memory is made for it. Raises ValueError
+    for groups that will not do.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class ProcessGroupBackend:
         self._rank = group.rank()
         self._ranks = {name: rank for rank, name in enumerate(members)}
         self._mailbox = Mailbox()
+        # Peers of whom nothing more is received, and why.
+        self._refused: dict[str, CommError] = {}
         # One thread a peer and direction: a group's operations block the thread that waits for them.
         self._executor = LaneExecutor(2 * len(members), f"{self.name} process group")
 
@@ -129,17 +132,28 @@ class ProcessGroupBackend:
     def _receive_until(self, future: "Future[Tree]", peer: str, rank: int) -> None:
         """Receives a peer's messages, for whomever they are, until this one is there."""
         while not future.done():
+            if peer in self._refused:
+                self._mailbox.fail(peer, self._refused[peer])
+                return
             try:
                 with self._apart(None):
-                    tag, tree = self._recv(rank)
+                    tag, data, lifted = self._recv(rank)
             except RuntimeError as error:
                 self._mailbox.fail(peer, PeerLostError(peer, f"its process group gave up: {error}"))
             except CommError as error:
+                # The rest of the message is yet to come: taken for the next one it would make gloo end this process.
+                self._refused[peer] = error
                 self._mailbox.fail(peer, error)
             else:
-                self._mailbox.deliver(peer, tag, tree)
+                self._deliver(peer, tag, data, lifted)
 
-    def _recv(self, rank: int) -> tuple[str, Tree]:
+    def _deliver(self, peer: str, tag: str, data: Bytes, lifted: list[torch.Tensor]) -> None:
+        try:
+            self._mailbox.deliver(peer, tag, decode(data, lifted=lifted))
+        except CommError as error:
+            self._mailbox.fail(peer, error)
+
+    def _recv(self, rank: int) -> tuple[str, Bytes, list[torch.Tensor]]:
         group = self._group if rank < self._rank else self._back
 
         def receive(tensor: torch.Tensor) -> torch.Tensor:
@@ -161,7 +175,7 @@ class ProcessGroupBackend:
             if tensor.is_cuda:
                 # Made on a stream of ours: its memory is not to be used again before those who will read it are done.
                 tensor.record_stream(torch.cuda.default_stream(self._device))
-        return tag, decode(data[sizes[0] :], lifted=lifted)
+        return tag, data[sizes[0] :], lifted
 
     @contextlib.contextmanager
     def _apart(self, ready: torch.cuda.Event | None) -> Iterator[None]:

@@ -129,7 +129,7 @@ class WeightReceiver:
         deadline = Deadline(timeout_s)
         self._moved_bytes, self._checking_s = 0, 0.0
         near = [source for source in self._sources if is_near(self._caller, source)]
-        with self._reading(version):
+        with self._reading(version, deadline):
             return self._prepare(version, near, deadline)
 
     def _prepare(self, version: int, near: Sequence[str], deadline: Deadline) -> Prepared:
@@ -189,7 +189,7 @@ class WeightReceiver:
             if not _copied(target, name, moves, given, copy):
                 own = target.detach() if _torch.is_tensor(target) else target
                 for move in moves:
-                    own[(*move.box.slices(box), ...)] = _array(given, name, move)
+                    _put(own, box, move.box, _array(given, name, move))
         return self._end(version)
 
     def stream(self, version: int, load: Load, *, timeout_s: float | None = None) -> int:
@@ -200,14 +200,16 @@ class WeightReceiver:
         Raises as `prepare` does; then nothing is served until a commit, or another stream, succeeds.
         """
         self.version = None
-        with self._reading(version):
-            self._stream(version, load, Deadline(timeout_s))
+        deadline = Deadline(timeout_s)
+        with self._reading(version, deadline):
+            self._stream(version, load, deadline)
         return self._end(version)
 
     def _stream(self, version: int, load: Load, deadline: Deadline) -> None:
         plan, stamps = self._plan(version, deadline, {})
         names = list(plan)
-        runs = list(_runs([wanted.box.num_elements() * 8 for wanted in plan.values()], self._bucket_bytes))
+        # Half of a bucket at a time: its pieces, what they are put together to, and the next one's pieces are here.
+        runs = list(_runs([2 * wanted.nbytes for wanted in plan.values()], self._bucket_bytes))
         ask = partial(self._ask, version, stamps, plan, deadline)
         following = ask(names[slice(*runs[0])]) if runs else []
         for number, bounds in enumerate(runs):
@@ -224,7 +226,7 @@ class WeightReceiver:
             load({name: _put_together(plan[name].box, parts) for name, parts in pieces.items()})
 
     @contextlib.contextmanager
-    def _reading(self, version: int) -> Iterator[None]:
+    def _reading(self, version: int, deadline: Deadline) -> Iterator[None]:
         """Tells the sources afterwards that it is done; what has failed keeps nothing of what it had read."""
         lost = ""
         try:
@@ -232,6 +234,10 @@ class WeightReceiver:
         except BaseException as error:
             lost = error.peer if isinstance(error, PeerLostError) else ""
             traceback.clear_frames(error.__traceback__)
+            if isinstance(error, TimeoutError_) and deadline.ended(error):
+                # It counts from when the calls before the last had their answers.
+                channel, peer, elapsed_s = error.channel, error.peer, deadline.elapsed_s
+                raise TimeoutError_(channel=channel, key=error.key, peer=peer, elapsed_s=elapsed_s) from error
             raise
         finally:
             for source in self._sources:
@@ -471,8 +477,15 @@ def _put_together(box: Box, pieces: Sequence[tuple[Box, Tree]]) -> Tree:
         return pieces[0][1]
     whole = new_empty(pieces[0][1], box.shape)
     for part, array in pieces:
-        whole[part.slices(box)] = array
+        _put(whole, box, part, array)
     return whole
+
+
+def _put(whole: Tree, box: Box, part: Box, array: Tree) -> None:
+    """Writes a part of the box that an array or tensor holds."""
+    if whole.dtype == array.dtype:
+        whole, array = _torch.copyable(whole), _torch.copyable(array)
+    whole[(*part.slices(box), ...)] = array
 
 
 def _runs(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:

@@ -58,12 +58,13 @@ class _Staged(NamedTuple):
 
 
 class _Awaited(NamedTuple):
-    """A request for a version that is yet to be staged."""
+    """A request for a version that is yet to be staged, or offered."""
 
     version: int
     reader: _Reader
+    method: str
     read: Callable[[Tree], Tree] | None
-    answer: "Future[Lend]"
+    answer: "Future[Any]"
 
 
 class _Line:
@@ -156,6 +157,7 @@ class WeightStore:
         layout = packed_layout(weights)
         with self._lock:
             self._offered[name, version] = {"stamp": _stamp(), "layout": layout, "weights": arrays}
+        self._tell_of_offer(name, version)
 
     def release(self, name: str, version: int) -> None:
         """Withdraws a version; readers keep what they hold. Raises ValueError for one that is not here."""
@@ -196,7 +198,7 @@ class WeightStore:
         offered = self._offered.get((name, version))
         if offered is not None:
             if method not in ("layout", "slices"):
-                raise ValueError(f"weights {name!r} version {version} are only offered: stream them, or stage them")
+                raise _only_offered(name, version)
             return _laid(offered) if method == "layout" else self._slices(name, offered, *slices)
 
         def read(tree: Tree) -> Tree:
@@ -207,7 +209,10 @@ class WeightStore:
                 return {key: digest(value) for key, value in tree["weights"].items()}
             return self._slices(name, tree, *slices)
 
-        return self._find(name, _Awaited(version, reader, None if method == "fetch" else read, Future()))
+        found = self._find(name, _Awaited(version, reader, method, None if method == "fetch" else read, Future()))
+        # In case it came as this was about to wait.
+        self._tell_of_offer(name, version)
+        return found
 
     def on_gone(self, session: int) -> None:
         """Takes note of a connection that is gone: what was read over it is done, and nobody waits there."""
@@ -282,7 +287,19 @@ class WeightStore:
                 # Passed over: it does not come any more.
                 asked.answer.set_exception(_withdrawn(name, asked.version, line))
 
-    def _find(self, name: str, asked: _Awaited) -> "Lend | Future[Lend]":
+    def _tell_of_offer(self, name: str, version: int) -> None:
+        """Answers all who wait for a version that is offered."""
+        line = self._line(name)
+        with self._lock:
+            offered = self._offered.get((name, version))
+            due = [] if offered is None else line.take_awaited(lambda asked: asked.version == version)
+        for asked in due:
+            if asked.method == "layout":
+                asked.answer.set_result(_laid(offered))
+            else:
+                asked.answer.set_exception(_only_offered(name, version))
+
+    def _find(self, name: str, asked: _Awaited) -> "Lend | Future[Any]":
         line = self._line(name)
         with self._lock:
             staged = line.staged.get(asked.version)
@@ -358,6 +375,10 @@ def _withdrawn(name: str, version: int, line: _Line) -> ValueError:
     staged = sorted(line.staged)
     wanted = f"one of {staged}" if staged else f"one after {line.newest}"
     return ValueError(f"weights {name!r} version {version} are withdrawn, want {wanted}")
+
+
+def _only_offered(name: str, version: int) -> ValueError:
+    return ValueError(f"weights {name!r} version {version} are only offered: stream them, or stage them")
 
 
 def _timed_out(name: str, waited_for: str, deadline: Deadline) -> TimeoutError_:

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -98,7 +99,7 @@ class Connection:
         self.link: Link
         self._pool = pool
         self._blanks = blanks
-        self._released = released
+        self.owner = Owner(self, released)
         self._on_segment_gone = on_segment_gone
         self._loop = loop
         # Of a message and the data that goes ahead of it: so far, and of the largest that had to wait.
@@ -420,11 +421,7 @@ class Connection:
         except CommError:
             self.release([block])
             raise
-        return self.held(found, self, block)
-
-    def held(self, data: Bytes, lender: Lender, block: BlockRef) -> Bytes:
-        """Returns bytes in place; once the last view of them is gone, the io thread calls `lender.release([block])`."""
-        return Hold(data, partial(self._released.add, lender, block)).array()
+        return self.owner.held(found, self.owner, block)
 
     def check_size(self, size_bytes: int) -> None:
         """Raises PayloadError for a payload that is too large here."""
@@ -435,6 +432,26 @@ class Connection:
         """Tells the peer that blocks it lent are not read any more."""
         message = comm_pb2.Release(blocks=[comm_pb2.Block(**block._asdict()) for block in blocks], abandoned=abandoned)
         self.send(Kind.RELEASE, 0, message.SerializeToString())
+
+
+class Owner:
+    """Whom a peer's blocks go back to while it is connected; who keeps one of them does not keep the others too."""
+
+    __slots__ = ("_connection", "_released")
+
+    def __init__(self, connection: Connection, released: Released) -> None:
+        self._connection = weakref.ref(connection)
+        self._released = released
+
+    def held(self, data: Bytes, lender: Lender, block: BlockRef) -> Bytes:
+        """Returns bytes in place; once the last view of them is gone, the io thread calls `lender.release([block])`."""
+        return Hold(data, partial(self._released.add, lender, block)).array()
+
+    def release(self, blocks: list[BlockRef], *, abandoned: bool = False) -> None:
+        """Tells the peer that blocks it lent are not read any more, if it is there."""
+        connection = self._connection()
+        if connection is not None:
+            connection.release(blocks, abandoned=abandoned)
 
 
 def _nothing(abandoned: bool) -> None:

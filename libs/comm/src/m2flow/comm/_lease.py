@@ -3,13 +3,15 @@
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from m2flow.comm._connection import Connection
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import MAX_MESSAGE_BYTES, Kind
 from m2flow.comm._items import rows
 from m2flow.comm._references import Reference, is_reference, referenced
-from m2flow.comm._replies import Reply
+from m2flow.comm._replies import Reply, nothing
 from m2flow.comm._tree import Bytes
 from m2flow.comm.errors import (
     ChannelClosedError,
@@ -147,21 +149,23 @@ class Asked:
         events = asyncio.get_running_loop()
         answered = events.create_future()
 
-        def tell(_: Reply) -> None:
+        def tell(waiting: Any) -> None:
             # A loop that has been closed meanwhile waits for nothing.
             with contextlib.suppress(RuntimeError):
-                events.call_soon_threadsafe(lambda: answered.done() or answered.set_result(None))
+                events.call_soon_threadsafe(lambda: waiting.done() or waiting.set_result(None))
 
-        self._reply.add_done_callback(tell)
+        self._reply.add_done_callback(lambda _: tell(answered))
         try:
             await asyncio.wait([answered], timeout=self._deadline.left_s)
             if not answered.done():
                 self._connection.send(Kind.CANCEL, self._id, b"")
                 await asyncio.wait([answered], timeout=self._cancel_timeout_s)
         except asyncio.CancelledError:
-            # The answer must still be heard: it says that nothing is put any more, and the items in it go back.
-            self._withdraw()
-            await asyncio.wait([answered], timeout=self._cancel_timeout_s)
+            # The answer must still be heard: it says that nothing is put any more, and the items in it go back, before
+            # whoever asks next is given later ones.
+            given_back = events.create_future()
+            self._withdraw(partial(tell, given_back))
+            await asyncio.wait([given_back], timeout=self._cancel_timeout_s)
             raise
         if not answered.done():
             self._withdraw()
@@ -173,9 +177,13 @@ class Asked:
         # Of a host that has yet to appear no answer is on its way.
         return _CANCEL_TIMEOUT_S if self._connection.greeted else 0.0
 
-    def _withdraw(self) -> None:
+    def _withdraw(self, then: Callable[[], None] = nothing) -> None:
+        def end(done: Reply) -> None:
+            self._give_back(done)
+            then()
+
         self._connection.send(Kind.CANCEL, self._id, b"")
-        self._reply.add_done_callback(self._give_back)
+        self._reply.add_done_callback(end)
 
     def _give_back(self, done: Reply) -> None:
         if done.error() is not None:

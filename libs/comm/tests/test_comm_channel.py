@@ -413,6 +413,19 @@ def test_what_a_cancelled_async_get_was_given_comes_before_what_was_put_later(
     asyncio.run(main())
 
 
+def test_what_comes_for_a_loop_that_is_closed_is_for_whoever_asks_next(ends: Any) -> None:
+    _, producer, consumer = ends
+    events = asyncio.new_event_loop()
+    pending = events.create_task(consumer.aget())
+    events.run_until_complete(asyncio.sleep(0.05))
+    assert consumer.stats().waiting_consumers == 1
+    events.close()
+    del pending, events
+    gc.collect()
+    producer.put("item")
+    assert consumer.get(timeout_s=5).item == "item"
+
+
 def test_a_cancelled_async_put_has_no_later_effect(ends: Any) -> None:
     _, producer, consumer = ends
     producer.put_many([Put(item=index) for index in range(4)])

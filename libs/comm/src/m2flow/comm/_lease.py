@@ -93,6 +93,7 @@ class Asked:
         self._device = device
         # Kept until the channel has answered: then it holds them.
         self._references = references
+        self._gave_back = False
         self._channel = channel
         self._connection = connection
         self._key = key
@@ -150,9 +151,11 @@ class Asked:
         answered = events.create_future()
 
         def tell(waiting: Any) -> None:
-            # A loop that has been closed meanwhile waits for nothing.
-            with contextlib.suppress(RuntimeError):
+            try:
                 events.call_soon_threadsafe(lambda: waiting.done() or waiting.set_result(None))
+            except RuntimeError:
+                # The loop has been closed meanwhile, and waits for nothing: what came is for whoever asks next.
+                self._give_back(self._reply)
 
         self._reply.add_done_callback(lambda _: tell(answered))
         try:
@@ -186,8 +189,9 @@ class Asked:
         self._reply.add_done_callback(end)
 
     def _give_back(self, done: Reply) -> None:
-        if done.error() is not None:
+        if self._gave_back or done.error() is not None:
             return
+        self._gave_back = True
         response = comm_pb2.ChannelResponse.FromString(done.result())
         # Those that cannot be opened have gone back by themselves.
         with contextlib.suppress(CommError):

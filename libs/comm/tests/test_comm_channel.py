@@ -382,6 +382,50 @@ def test_a_cancelled_async_get_loses_no_item(ends: Any) -> None:
     assert consumer.stats().queued == consumer.stats().leased == 0
 
 
+def test_what_a_cancelled_async_get_was_given_comes_before_what_was_put_later(
+    make_endpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, consumer = make_endpoint("host"), make_endpoint("c")
+    host.host_channel("q", producers=["host"], consumers=["c"])
+    source, channel = host.channel("q", host="host"), consumer.channel("q", host="host")
+    returns = _lease.Asked._return
+
+    def return_slowly(asked: Any, leases: Any) -> None:
+        time.sleep(0.2)
+        returns(asked, leases)
+
+    monkeypatch.setattr(_lease.Asked, "_return", return_slowly)
+
+    async def main() -> None:
+        pending = asyncio.create_task(channel.aget())
+        while not (await source.astats()).waiting_consumers:
+            await asyncio.sleep(0.01)
+        # The answer waits to be read until the request is withdrawn.
+        withdrawn = threading.Event()
+        consumer._fabric.loop.call(withdrawn.wait)
+        await source.aput_many([Put(item=0), Put(item=1)])
+        asyncio.get_running_loop().call_later(0.1, withdrawn.set)
+        pending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pending
+        assert (await channel.aget()).item == 0
+
+    asyncio.run(main())
+
+
+def test_what_comes_for_a_loop_that_is_closed_is_for_whoever_asks_next(ends: Any) -> None:
+    _, producer, consumer = ends
+    events = asyncio.new_event_loop()
+    pending = events.create_task(consumer.aget())
+    events.run_until_complete(asyncio.sleep(0.05))
+    assert consumer.stats().waiting_consumers == 1
+    events.close()
+    del pending, events
+    gc.collect()
+    producer.put("item")
+    assert consumer.get(timeout_s=5).item == "item"
+
+
 def test_a_cancelled_async_put_has_no_later_effect(ends: Any) -> None:
     _, producer, consumer = ends
     producer.put_many([Put(item=index) for index in range(4)])

@@ -1,5 +1,6 @@
 """Processes that are killed: no memory stays, no reader is disturbed, nothing is lost and nothing doubled."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from m2flow.comm import IterationEnded, Put
+from m2flow.comm import Endpoint, IterationEnded, Put
 
 # Children of a process that has imported everything and has no endpoint yet: a worker's zygote does the same.
 NURSERY = """
@@ -82,6 +83,54 @@ def _mapped() -> set[str]:
     """The segments that this process maps, by inode."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {line.split()[4] for line in lines if "memfd:m2flow" in line}
+
+
+def _described() -> set[int]:
+    """The segments that this process has descriptors of, by inode."""
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if "memfd:m2flow" in os.readlink(descriptor):
+                found.add(descriptor.stat().st_ino)
+    return found
+
+
+@pytest.mark.parametrize("way", ["call", "channel", "channel of the host's process"])
+def test_who_keeps_one_array_of_a_dead_peer_keeps_none_of_its_others(run_dir: Path, peer: Any, way: str) -> None:
+    earlier = _described()
+    within = way == "channel of the host's process"
+    with (
+        Endpoint(run_dir, "host", token="token-of-this-run", by_reference=within) as host,
+        Endpoint(run_dir, "reader", token="token-of-this-run", by_reference=within) as reader,
+    ):
+        host.host_channel("q", producers=["far"], consumers=["reader"])
+        channel = reader.channel("q", host="host")
+        far = peer(
+            "far",
+            f"""
+    endpoint.handle("ones", lambda request: np.ones(request.args, np.uint8))
+    for size in {() if way == "call" else (50_000, 20 << 20)}:
+        endpoint.channel("q", host="host").put(np.ones(size, np.uint8))
+    sys.stdin.readline()
+    """,
+        )
+
+        def ones(size: int) -> Any:
+            if way == "call":
+                return reader.request("far", "ones", "", size, timeout_s=30)
+            lease = channel.get(timeout_s=30)
+            channel.ack(lease)
+            return lease.item
+
+        kept, other = ones(50_000), ones(20 << 20)
+        assert (kept.size, other.size) == (50_000, 20 << 20)
+        del other
+        far.kill()
+        deadline = time.monotonic() + 5
+        while len(_described() - earlier) > 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert len(_described() - earlier) <= 1
+        assert kept.min() == 1
 
 
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "exits"])

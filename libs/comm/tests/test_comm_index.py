@@ -2,6 +2,7 @@
 
 import random
 import sys
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -437,6 +438,19 @@ def test_many_fresh_keys_leave_nothing_behind_and_their_ids_nothing_once_the_ite
     q.end(0)
     assert len(q.index._seen) == 0
     assert len(q.index._queue._views) == 0
+
+
+def test_long_keys_leave_no_memory_behind() -> None:
+    q = Driver()
+    tracemalloc.start()
+    try:
+        for index in range(100):
+            key = f"{index}" + "k" * 100_000
+            q.put(str(index), key=key)
+            q.ack(q.get(key=key))
+        assert tracemalloc.get_traced_memory()[0] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("by", ["p", "a driver"])

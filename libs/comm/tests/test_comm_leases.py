@@ -95,6 +95,21 @@ def test_a_loop_that_is_left_keeps_its_last_one_and_gives_back_those_ahead(ends:
     assert [lease.item for lease in consumer.get_batch(4)] == [2, 3, 4, 5]
 
 
+@FORMS
+def test_who_leaves_a_loop_finds_what_was_ahead_before_all_that_is_later(ends: Any, form: Any) -> None:
+    producer, consumer = ends
+    fill(producer, 200)
+
+    async def first() -> Any:
+        async with contextlib.aclosing(form(consumer, ahead=3, timeout_s=10)) as leases:
+            return await anext(leases)
+
+    for index in range(200):
+        lease = asyncio.run(first())
+        assert lease.item == index
+        consumer.ack(lease)
+
+
 def test_what_is_asked_ahead_of_items_is_withdrawn_with_the_loop(ends: Any) -> None:
     producer, consumer = ends
     fill(producer, 1)

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -98,7 +99,7 @@ class Connection:
         self.link: Link
         self._pool = pool
         self._blanks = blanks
-        self._released = released
+        self.owner = Owner(self, released)
         self._on_segment_gone = on_segment_gone
         self._loop = loop
         # Of a message and the data that goes ahead of it: so far, and of the largest that had to wait.
@@ -183,6 +184,11 @@ class Connection:
         """Says whether who asks with a payload need not wait: at most 8 MiB are on their way to the peer."""
         return self.link.unsent_bytes <= HIGH_WATER_BYTES or self.link.wait_sent(0.0, HIGH_WATER_BYTES)
 
+    @property
+    def deals_with_frames(self) -> bool:
+        """Says whether the caller deals with this endpoint's frames, as the io thread or in its place."""
+        return self._loop.inside()
+
     def wait_for_room(self, deadline: Deadline) -> bool:
         """Waits while 8 MiB are on their way to the peer; says whether it took them in time.
 
@@ -190,7 +196,7 @@ class Connection:
         acknowledgement or a withdrawal is small and bounded by what was asked, and an answer may not keep a thread that
         answers others too.
         """
-        if self.link.unsent_bytes <= HIGH_WATER_BYTES or self._loop.inside():
+        if self.link.unsent_bytes <= HIGH_WATER_BYTES or self.deals_with_frames:
             return True
         while (left_s := deadline.left_s) != 0:
             if self.link.wait_sent(_LOOK_S if left_s is None else min(left_s, _LOOK_S), HIGH_WATER_BYTES):
@@ -417,11 +423,7 @@ class Connection:
         except CommError:
             self.release([block])
             raise
-        return self.held(found, self, block)
-
-    def held(self, data: Bytes, lender: Lender, block: BlockRef) -> Bytes:
-        """Returns bytes in place; once the last view of them is gone, the io thread calls `lender.release([block])`."""
-        return Hold(data, partial(self._released.add, lender, block)).array()
+        return self.owner.held(found, self.owner, block)
 
     def check_size(self, size_bytes: int) -> None:
         """Raises PayloadError for a payload that is too large here."""
@@ -432,6 +434,26 @@ class Connection:
         """Tells the peer that blocks it lent are not read any more."""
         message = comm_pb2.Release(blocks=[comm_pb2.Block(**block._asdict()) for block in blocks], abandoned=abandoned)
         self.send(Kind.RELEASE, 0, message.SerializeToString())
+
+
+class Owner:
+    """Whom a peer's blocks go back to while it is connected; who keeps one of them does not keep the others too."""
+
+    __slots__ = ("_connection", "_released")
+
+    def __init__(self, connection: Connection, released: Released) -> None:
+        self._connection = weakref.ref(connection)
+        self._released = released
+
+    def held(self, data: Bytes, lender: Lender, block: BlockRef) -> Bytes:
+        """Returns bytes in place; once the last view of them is gone, the io thread calls `lender.release([block])`."""
+        return Hold(data, partial(self._released.add, lender, block)).array()
+
+    def release(self, blocks: list[BlockRef], *, abandoned: bool = False) -> None:
+        """Tells the peer that blocks it lent are not read any more, if it is there."""
+        connection = self._connection()
+        if connection is not None:
+            connection.release(blocks, abandoned=abandoned)
 
 
 def _nothing(abandoned: bool) -> None:

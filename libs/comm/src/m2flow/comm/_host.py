@@ -34,7 +34,7 @@ class Passed(Held, Referable):
     def __init__(self, connection: Connection, block: comm_pb2.Block) -> None:
         self._message = block
         self._block, self._mapped = connection.segment_of(block)
-        self._from = connection
+        self._from = connection.owner
         self._abandoned = False
         self._counting = threading.Lock()
         self._holds = 1

@@ -2,14 +2,17 @@
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from m2flow.comm._connection import Connection
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import MAX_MESSAGE_BYTES, Kind
 from m2flow.comm._items import rows
 from m2flow.comm._references import Reference, is_reference, referenced
-from m2flow.comm._replies import Reply
+from m2flow.comm._replies import Reply, nothing
 from m2flow.comm._tree import Bytes
 from m2flow.comm.errors import (
     ChannelClosedError,
@@ -91,6 +94,7 @@ class Asked:
         self._device = device
         # Kept until the channel has answered: then it holds them.
         self._references = references
+        self._gave_back = False
         self._channel = channel
         self._connection = connection
         self._key = key
@@ -132,7 +136,7 @@ class Asked:
                     raise
                 # The index answers a withdrawn request at once: with the items, where they had just been given out.
                 self._connection.send(Kind.CANCEL, self._id, b"")
-                body = reply.result(self._cancel_timeout_s)
+                body = reply.result(self.cancel_timeout_s)
         except CommError:
             raise
         except BaseException as error:
@@ -161,21 +165,20 @@ class Asked:
         events = asyncio.get_running_loop()
         answered = events.create_future()
 
-        def tell(_: Reply) -> None:
-            # A loop that has been closed meanwhile waits for nothing.
-            with contextlib.suppress(RuntimeError):
-                events.call_soon_threadsafe(lambda: answered.done() or answered.set_result(None))
+        def tell(reply: Reply) -> None:
+            if not _told(events, answered):
+                # The loop has been closed meanwhile: what came is for whoever asks next.
+                self._give_back(reply)
 
         reply.add_done_callback(tell)
         try:
             await asyncio.wait([answered], timeout=self.deadline.left_s)
             if not answered.done():
                 self._connection.send(Kind.CANCEL, self._id, b"")
-                await asyncio.wait([answered], timeout=self._cancel_timeout_s)
+                await asyncio.wait([answered], timeout=self.cancel_timeout_s)
         except asyncio.CancelledError:
-            # The answer must still be heard: it says that nothing is put any more, and the items in it go back.
-            self.withdraw()
-            await asyncio.wait([answered], timeout=self._cancel_timeout_s)
+            # The answer must still be heard: it says that nothing is put any more.
+            await take_back_async([self])
             raise
         if not answered.done():
             self.withdraw()
@@ -183,20 +186,34 @@ class Asked:
         return self._parse(reply.result())
 
     @property
-    def _cancel_timeout_s(self) -> float:
+    def cancel_timeout_s(self) -> float:
+        """Seconds that the answer to a withdrawal may take."""
         # Of a host that has yet to appear no answer is on its way.
         return _CANCEL_TIMEOUT_S if self._connection.greeted else 0.0
 
-    def withdraw(self) -> None:
-        """Takes back what was asked and not waited for; an item that comes nevertheless is given back."""
+    @property
+    def may_wait(self) -> bool:
+        """Says whether the caller may wait here: not where it deals with frames."""
+        return not self._connection.deals_with_frames
+
+    def withdraw(self, then: Callable[[], object] = nothing) -> None:
+        """Takes back what was asked; an item that comes nevertheless is given back. `then` is called after that."""
         reply, self._reply = self._reply, None
-        if reply is not None:
-            self._connection.send(Kind.CANCEL, self._id, b"")
-            reply.add_done_callback(self._give_back)
+        if reply is None:
+            then()
+            return
+
+        def end(done: Reply) -> None:
+            self._give_back(done)
+            then()
+
+        self._connection.send(Kind.CANCEL, self._id, b"")
+        reply.add_done_callback(end)
 
     def _give_back(self, done: Reply) -> None:
-        if done.error() is not None:
+        if self._gave_back or done.error() is not None:
             return
+        self._gave_back = True
         response = comm_pb2.ChannelResponse.FromString(done.result())
         # Those that cannot be opened have gone back by themselves.
         with contextlib.suppress(CommError):
@@ -265,3 +282,34 @@ class Asked:
     def _timed_out(self, peers: tuple[str, ...]) -> TimeoutError_:
         peer = ", ".join(peers) or self._connection.peer
         return TimeoutError_(channel=self._channel, key=self._key, peer=peer, elapsed_s=self.deadline.elapsed_s)
+
+
+def take_back(asked: Sequence[Asked]) -> None:
+    """Withdraws requests of one channel; blocks until nothing can overtake what had come for them, where it may."""
+    given_back = [threading.Event() for _ in asked]
+    for one, event in zip(asked, given_back, strict=True):
+        one.withdraw(event.set)
+    if asked and asked[0].may_wait:
+        deadline = Deadline(asked[0].cancel_timeout_s)
+        for event in given_back:
+            event.wait(deadline.left_s)
+
+
+async def take_back_async(asked: Sequence[Asked]) -> None:
+    """Like `take_back`, on the running event loop."""
+    asyncio = sys.modules["asyncio"]
+    events = asyncio.get_running_loop()
+    given_back = [events.create_future() for _ in asked]
+    for one, future in zip(asked, given_back, strict=True):
+        one.withdraw(partial(_told, events, future))
+    if asked:
+        await asyncio.wait(given_back, timeout=asked[0].cancel_timeout_s)
+
+
+def _told(events: Any, waiting: Any) -> bool:
+    """Ends a future of an event loop; says whether the loop is there to hear of it."""
+    try:
+        events.call_soon_threadsafe(lambda: waiting.done() or waiting.set_result(None))
+    except RuntimeError:
+        return False
+    return True

@@ -16,6 +16,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 # Weights are summed as whole numbers of 2**-60: a sum of floats would drift with all that comes and goes.
 _UNITS_PER_WEIGHT = 2.0**60
 _ORDER = attrgetter("order")
+# Filters of longer keys are made anew: those that are kept outlive their items.
+_MAX_KEPT_KEY = 256
 
 
 class Filter(NamedTuple):
@@ -27,9 +29,13 @@ class Filter(NamedTuple):
     home: str = ""
 
 
-@lru_cache(maxsize=1024)
 def filters_of(key: str, iteration: int, home: str) -> tuple[Filter, ...]:
     """Returns the filters that an item passes, by shape; one without a key, only those that ask for none."""
+    return (_filters_of if len(key) <= _MAX_KEPT_KEY else _filters_of.__wrapped__)(key, iteration, home)
+
+
+@lru_cache(maxsize=1024)
+def _filters_of(key: str, iteration: int, home: str) -> tuple[Filter, ...]:
     anyhow = (Filter(None, None, home), Filter(None, iteration, home))
     return (*anyhow, Filter(key, None, home), Filter(key, iteration, home)) if key else anyhow
 

@@ -18,7 +18,7 @@ from m2flow.comm._connection import INLINE_BYTES, Connection
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import MAX_MESSAGE_BYTES, Kind
 from m2flow.comm._items import MAX_WEIGHT, add_columns, add_payloads, can_be_summed
-from m2flow.comm._lease import Asked, Lease
+from m2flow.comm._lease import Asked, Lease, take_back, take_back_async
 from m2flow.comm._line import Line
 from m2flow.comm._references import Reference
 from m2flow.comm._tree import check
@@ -301,8 +301,7 @@ class Channel:
         except (ChannelClosedError, IterationEnded):
             return
         finally:
-            for one in asked:
-                one.withdraw()
+            take_back(asked)
 
     async def aleases(
         self,
@@ -325,8 +324,7 @@ class Channel:
         except (ChannelClosedError, IterationEnded):
             return
         finally:
-            for one in asked:
-                one.withdraw()
+            await take_back_async(asked)
 
     def ack(self, leases: Lease | Iterable[Lease]) -> None:
         """Commits leases, after the outputs they caused were put. Does not wait for the host.

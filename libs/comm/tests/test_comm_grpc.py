@@ -123,7 +123,7 @@ def test_a_message_that_names_data_that_did_not_come_ends_its_connection(hosts: 
     args = comm_pb2.Payload(block=comm_pb2.Block(offset_bytes=99, size_bytes=8))
     request = comm_pb2.CallRequest(service="echo", args=args).SerializeToString()
     with pytest.raises(PeerLostError):
-        a._fabric.connection("b").call(Kind.CALL, request, at_once=True)[1].result(5)
+        a._fabric.connection("b").call(Kind.CALL, request)[1].result(5)
     assert a.request("b", "echo", "", 2) == 2
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import re
 import socket
 import threading
 import time
@@ -496,6 +497,12 @@ def test_a_tombstone_says_why_where_nobody_has_said_it(ends: Any) -> None:
 def test_nothing_is_put_with_an_empty_key(ends: Any) -> None:
     with pytest.raises(ValueError, match="get: got key '', want one that items are put with: None takes any"):
         ends[2].get(key="", timeout_s=1)
+
+
+@pytest.mark.parametrize("key", [5, "\ud800"])
+def test_nothing_is_got_by_a_key_that_no_item_can_have(ends: Any, key: Any) -> None:
+    with pytest.raises(ValueError, match=f"get: got key {re.escape(repr(key))}, want a str that UTF-8 can spell"):
+        ends[2].get(key=key, timeout_s=1)
 
 
 def test_async_forms_put_and_take(ends: Any) -> None:

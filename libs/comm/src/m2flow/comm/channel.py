@@ -446,7 +446,10 @@ class Channel:
         if weight and connection.max_payload_bytes < MAX_MESSAGE_BYTES:
             get.max_bytes = connection.max_payload_bytes
         if key is not None:
-            get.key = key
+            try:
+                get.key = key
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"get: got key {key!r}, want a str that UTF-8 can spell: {error}") from error
         if iteration is not None:
             get.iteration = iteration
         if at_least is not None:

@@ -55,9 +55,10 @@ class Endpoint:
     `directory` is the run's own, made with mode 0700 when it is missing; `name` is unique in the run; `token` is the
     run's secret, without which nobody is answered. `quota_bytes`, a quarter of what the machine or the container has
     unless it is told, bounds the shared memory of what is under way, and by itself that of weights from other hosts
-    which are kept for this one, the memory of messages that have come and nobody receives, and of what one peer has yet
-    to take: beyond that the peer is lost. `connect_timeout_s` is how long a peer, a service or a channel may take to
-    appear; `tls` secures what crosses hosts. With `by_reference` a message
+    which are kept for this one, the memory of messages that have come and nobody receives (those in shared memory count
+    for who sent them, while that lives), and of what one peer has yet to take: beyond that the peer is lost.
+    `connect_timeout_s` is how long a peer, a service or a channel may take to appear; `tls` secures what crosses hosts.
+    With `by_reference` a message
     to another such endpoint of this process is the object itself, and so is an item of a channel whose host and
     consumers are all such; without it the endpoint is as good as in another process. With `allow_pickle` what a peer on
     this host sent as `Pickled` is unpickled here, which lets it run anything. Create it after forking, never before.

@@ -132,7 +132,14 @@ def converts(source: Any, target: Any) -> bool:
     if isinstance(source, np.dtype):
         return isinstance(target, np.dtype) and np.can_cast(source, target, "same_kind")
     torch = sys.modules["torch"]
-    return isinstance(target, torch.dtype) and bool(torch.can_cast(source, target))
+    if not (isinstance(target, torch.dtype) and torch.can_cast(source, target)):
+        return False
+    try:
+        # torch says yes of dtypes that it does not copy, those of less than a byte.
+        torch.empty(1, dtype=target).copy_(torch.empty(1, dtype=source))
+    except NotImplementedError:
+        return False
+    return True
 
 
 def on_gpu(tensor: Any) -> bool:

@@ -7,7 +7,7 @@ messages keep their order and nobody blocks the caller; which tag a message has 
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -61,8 +61,9 @@ class ProcessGroupBackend:
         self._rank = group.rank()
         self._ranks = {name: rank for rank, name in enumerate(members)}
         self._mailbox = Mailbox()
-        # Peers of whom nothing more is received, and why.
-        self._refused: dict[str, CommError] = {}
+        # Peers of whom nothing more is received, and what makes the error that says why: one that is raised again and
+        # again would keep what each of its callers has.
+        self._refused: dict[str, Callable[[], CommError]] = {}
         # One thread a peer and direction: a group's operations block the thread that waits for them.
         self._executor = LaneExecutor(2 * len(members), f"{self.name} process group")
 
@@ -133,17 +134,16 @@ class ProcessGroupBackend:
         """Receives a peer's messages, for whomever they are, until this one is there."""
         while not future.done():
             if peer in self._refused:
-                self._mailbox.fail(peer, self._refused[peer])
+                self._mailbox.fail(peer, self._refused[peer]())
                 return
             try:
                 with self._apart(None):
                     tag, data, lifted = self._recv(rank)
+            # The rest of the message is yet to come: taken for the next one it would make gloo end this process.
             except RuntimeError as error:
-                self._mailbox.fail(peer, PeerLostError(peer, f"its process group gave up: {error}"))
+                self._refused[peer] = partial(PeerLostError, peer, f"its process group gave up: {error}")
             except CommError as error:
-                # The rest of the message is yet to come: taken for the next one it would make gloo end this process.
-                self._refused[peer] = error
-                self._mailbox.fail(peer, error)
+                self._refused[peer] = partial(PayloadError, str(error))
             else:
                 self._deliver(peer, tag, data, lifted)
 

@@ -62,7 +62,6 @@ class _Awaited(NamedTuple):
 
     version: int
     reader: _Reader
-    method: str
     read: Callable[[Tree], Tree] | None
     answer: "Future[Any]"
 
@@ -155,9 +154,16 @@ class WeightStore:
         version = _checked_version(name, version)
         arrays = {key: value.data if isinstance(value, Shard) else value for key, value in weights.items()}
         layout = packed_layout(weights)
+        offered = {"stamp": _stamp(), "layout": layout, "weights": arrays}
+        line = self._line(name)
         with self._lock:
-            self._offered[name, version] = {"stamp": _stamp(), "layout": layout, "weights": arrays}
-        self._tell_of_offer(name, version)
+            self._offered[name, version] = offered
+            due = line.take_awaited(lambda asked: asked.version == version)
+        for asked in due:
+            if asked.read is None:
+                asked.answer.set_exception(_only_offered(name, version))
+            else:
+                asked.answer.set_result(_laid(offered))
 
     def release(self, name: str, version: int) -> None:
         """Withdraws a version; readers keep what they hold. Raises ValueError for one that is not here."""
@@ -195,12 +201,6 @@ class WeightStore:
         if method == "done":
             self._done(self._line(name), version, reader)
             return None
-        offered = self._offered.get((name, version))
-        if offered is not None:
-            if method not in ("layout", "slices"):
-                raise _only_offered(name, version)
-            return _laid(offered) if method == "layout" else self._slices(name, offered, *slices)
-
         def read(tree: Tree) -> Tree:
             if method == "layout":
                 return _laid(tree)
@@ -209,10 +209,14 @@ class WeightStore:
                 return {key: digest(value) for key, value in tree["weights"].items()}
             return self._slices(name, tree, *slices)
 
-        found = self._find(name, _Awaited(version, reader, method, None if method == "fetch" else read, Future()))
-        # In case it came as this was about to wait.
-        self._tell_of_offer(name, version)
-        return found
+        asked = _Awaited(version, reader, None if method == "fetch" else read, Future())
+        # Who asks for more has had its layout: what is not here any more does not come.
+        offered, found = self._find(name, asked, waits=method in ("fetch", "layout"))
+        if offered is None:
+            return found
+        if method not in ("layout", "slices"):
+            raise _only_offered(name, version)
+        return _laid(offered) if method == "layout" else self._slices(name, offered, *slices)
 
     def on_gone(self, session: int) -> None:
         """Takes note of a connection that is gone: what was read over it is done, and nobody waits there."""
@@ -287,28 +291,18 @@ class WeightStore:
                 # Passed over: it does not come any more.
                 asked.answer.set_exception(_withdrawn(name, asked.version, line))
 
-    def _tell_of_offer(self, name: str, version: int) -> None:
-        """Answers all who wait for a version that is offered."""
+    def _find(self, name: str, asked: _Awaited, *, waits: bool) -> "tuple[Tree, Lend | Future[Any]]":
         line = self._line(name)
         with self._lock:
-            offered = self._offered.get((name, version))
-            due = [] if offered is None else line.take_awaited(lambda asked: asked.version == version)
-        for asked in due:
-            if asked.method == "layout":
-                asked.answer.set_result(_laid(offered))
-            else:
-                asked.answer.set_exception(_only_offered(name, version))
-
-    def _find(self, name: str, asked: _Awaited) -> "Lend | Future[Any]":
-        line = self._line(name)
-        with self._lock:
-            staged = line.staged.get(asked.version)
+            offered, staged = self._offered.get((name, asked.version)), line.staged.get(asked.version)
+            if offered is not None:
+                return offered, asked.answer
             if staged is not None:
-                return self._lend(staged, asked)
-            if line.newest is not None and asked.version <= line.newest:
+                return None, self._lend(staged, asked)
+            if not waits or (line.newest is not None and asked.version <= line.newest):
                 raise _withdrawn(name, asked.version, line)
             line.awaited.append(asked)
-            return asked.answer
+            return None, asked.answer
 
     def _lend(self, staged: _Staged, asked: _Awaited) -> Lend:
         """Returns an answer that holds the slot, before anybody can withdraw the version."""
@@ -373,7 +367,7 @@ def _give_up(waiting: Sequence[_Awaited]) -> None:
 
 def _withdrawn(name: str, version: int, line: _Line) -> ValueError:
     staged = sorted(line.staged)
-    wanted = f"one of {staged}" if staged else f"one after {line.newest}"
+    wanted = f"one of {staged}" if staged else "a later one" if line.newest is None else f"one after {line.newest}"
     return ValueError(f"weights {name!r} version {version} are withdrawn, want {wanted}")
 
 

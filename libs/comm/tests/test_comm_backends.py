@@ -159,9 +159,10 @@ def test_of_who_sent_too_long_a_message_no_more_is_received() -> None:
     groups = on_three_threads(lambda rank: dist.ProcessGroupGloo(store, rank, 3, timedelta(seconds=10)))
     backends = [ProcessGroupBackend(group, NAMES, max_payload_bytes=100_000) for group in groups]
     sent = backends[1].isend("r0", bytes(1_000_000))
-    for _ in range(2):
-        with pytest.raises(PayloadError, match="want 0 to 100000 in all"):
-            backends[0].irecv("r1").result(5)
+    errors = [backends[0].irecv("r1").exception(5) for _ in range(2)]
+    assert all(isinstance(error, PayloadError) and "want 0 to 100000 in all" in str(error) for error in errors)
+    # One alone would keep what each that it was raised for has at hand.
+    assert errors[0] is not errors[1]
     # One that came whole and cannot be read is the only one that is lost.
     for tree in (Pickled(1), 2):
         backends[2].isend("r0", tree)
@@ -171,6 +172,25 @@ def test_of_who_sent_too_long_a_message_no_more_is_received() -> None:
     for backend in backends:
         backend.close()
     del sent
+
+
+def test_of_whom_a_process_group_gave_up_in_a_message_no_more_is_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    groups = on_three_threads(lambda rank: dist.ProcessGroupGloo(store, rank, 3, timedelta(seconds=10)))
+    backends = [ProcessGroupBackend(group, NAMES) for group in groups]
+    asked = []
+
+    def out_of_memory(rank: int) -> Any:
+        asked.append(rank)
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(backends[0], "_recv", out_of_memory)
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match=r"r1.*can't allocate memory"):
+            backends[0].irecv("r1").result(5)
+    assert asked == [1]
+    for backend in backends:
+        backend.close()
 
 
 def test_a_rank_that_is_silent_for_the_groups_time_out_is_lost() -> None:

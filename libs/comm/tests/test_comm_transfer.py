@@ -641,3 +641,39 @@ def test_version_that_is_cut_otherwise_is_planned_anew(make_endpoint: Any) -> No
         loaded: dict[str, Any] = {}
         receiver.commit(loaded.update)
         np.testing.assert_array_equal(loaded["x"], whole + version)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_who_streams_a_version_that_is_withdrawn_is_told_at_once(make_endpoint: Any, again: bool) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    weights = {f"a{index}": np.ones(1000) for index in range(8)}
+    trainer.offer_weights("policy", 1, weights)
+    loaded = []
+
+    def load(bucket: Any) -> None:
+        loaded.extend(bucket)
+        if len(loaded) == 2:
+            trainer.release_weights("policy", 1)
+            if again:
+                trainer.offer_weights("policy", 1, weights)
+
+    receiver = rollout.weight_receiver("policy", sources=["trainer"], bucket_bytes=16_000)
+    with pytest.raises(RemoteError, match="withdrawn|staged anew"):
+        receiver.stream(1, load, timeout_s=20)
+    assert len(loaded) < 8
+
+
+@pytest.mark.parametrize("target", [torch.int4, torch.uint7, torch.uint1])
+def test_targets_of_less_than_a_byte_are_refused_for_what_torch_does_not_convert(
+    make_endpoint: Any, target: torch.dtype
+) -> None:
+    trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
+    trainer.stage_weights("policy", 1, {"a": torch.ones(4)})
+    receiver = rollout.weight_receiver("policy", sources=["trainer"])
+    receiver.prepare(1)
+    receiver.commit(lambda weights: None)
+    trainer.stage_weights("policy", 2, {"a": torch.ones(4)})
+    receiver.prepare(2)
+    with pytest.raises(ValueError, match="a"):
+        receiver.commit_into({"a": torch.empty(4, dtype=target)})
+    assert receiver.version == 1

@@ -119,9 +119,9 @@ class Connection:
     # Calls.
 
     def call(self, kind: Kind, body: bytes) -> tuple[int, Reply]:
-        """Returns a request's id and its reply, which sends it when it is told to or waited for.
+        """Returns a request's id and its reply, which fails when the peer is lost.
 
-        The reply fails when the peer is lost.
+        The request goes out by the reply's `ask`, or when it is first waited for.
         """
         request_id = next(self._ids)
         reply = Reply(self.link, partial(self.send, kind, request_id, body))

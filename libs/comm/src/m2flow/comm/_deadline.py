@@ -22,10 +22,8 @@ class Deadline:
 
     def sooner(self, timeout_s: float | None) -> "Deadline":
         """Returns this one, or `timeout_s` seconds from now where that is sooner."""
-        if timeout_s is None:
-            return self
         left_s = self.left_s
-        return Deadline(timeout_s if left_s is None else min(left_s, timeout_s))
+        return self if timeout_s is None or (left_s is not None and left_s <= timeout_s) else Deadline(timeout_s)
 
     @property
     def elapsed_s(self) -> float:

@@ -253,7 +253,7 @@ class Streams:
             if address.startswith("unix:"):
                 want = "a path in a directory of one's own, where no file is"
             if self._tls is not None:
-                want += ", and a key that fits its certificate"
+                want += ", and a certificate, its key and an authority in PEM that fit"
             raise CommError(f"cannot listen at {address!r}, want {want} ({error})") from error
         await server.start()
         self._servers.append(server)

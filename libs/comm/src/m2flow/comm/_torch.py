@@ -112,7 +112,7 @@ def _dense(tensor: Any) -> Any:
 
 
 def copyable(array: Any) -> Any:
-    """Returns an array or tensor, as bytes where they are its elements: torch copies not all that are less than one."""
+    """Returns a tensor of one byte an element as those bytes, as torch copies not all such dtypes; else what it got."""
     return array.view(sys.modules["torch"].uint8) if is_tensor(array) and array.itemsize == 1 else array
 
 

@@ -31,13 +31,15 @@ class Filter(NamedTuple):
 
 def filters_of(key: str, iteration: int, home: str) -> tuple[Filter, ...]:
     """Returns the filters that an item passes, by shape; one without a key, only those that ask for none."""
-    return (_filters_of if len(key) <= _MAX_KEPT_KEY else _filters_of.__wrapped__)(key, iteration, home)
+    return (_kept_filters_of if len(key) <= _MAX_KEPT_KEY else _filters_of)(key, iteration, home)
 
 
-@lru_cache(maxsize=1024)
 def _filters_of(key: str, iteration: int, home: str) -> tuple[Filter, ...]:
     anyhow = (Filter(None, None, home), Filter(None, iteration, home))
     return (*anyhow, Filter(key, None, home), Filter(key, iteration, home)) if key else anyhow
+
+
+_kept_filters_of = lru_cache(maxsize=1024)(_filters_of)
 
 
 class Queued(Protocol):

@@ -103,7 +103,7 @@ class RankGroup:
     does: for the copies and their memory and, between endpoints, while 8 MiB are on their way to a rank. `timeout_s` is
     for all of it: so many seconds after the call began, that or `wait` raises TimeoutError_, naming who is missing. It
     raises PayloadError for a tree that cannot be encoded, which was a call all the same: the others wait for it until
-    their time is over, and their next call meets this one's next. ValueError is raised, and no call made, where not
+    their time is over, and the calls after it meet again. ValueError is raised, and no call made, where not
     every rank is given a tree or `root` is none of the ranks, which begin with 0.
     """
 

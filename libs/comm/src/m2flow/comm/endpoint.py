@@ -480,7 +480,7 @@ class Endpoint:
 
         They stay as they are for as long as any of them is kept. All digests are checked the first time, one in eight
         later. Raises PayloadError for a digest that differs, RemoteError for a version that is withdrawn, naming those
-        that are there, PeerLostError when the source dies, TimeoutError_ after `timeout_s` seconds.
+        that are there, or only offered, PeerLostError when the source dies, TimeoutError_ after `timeout_s` seconds.
         """
         deadline = Deadline(timeout_s)
         if route(self.address, self.address_of(source), "cpu").backend == "grpc":
@@ -523,12 +523,12 @@ class Endpoint:
         """Returns this rank's receiver of weights that `sources` stage, each its own shards. Does not block.
 
         `wanted` maps names to the boxes it wants; None is every tensor, whole. `bucket_bytes` is how much is loaded at
-        a time, in whole wanted parts: one that is larger is a bucket of its own, so the largest of them bounds what a
-        bucket costs. `first_source` says which source is asked first where several have the same part: give receivers
-        different ones, but those of one host the same where the sources are on others. What they want of such a source
-        comes once, into memory that they share. With `delta` sources on other hosts send only the elements that changed
-        since the version prepared before, to the bit; that version is kept here, and at the source while it has room
-        for two. Raises ValueError where there are no sources.
+        a time, half of it by `stream`, in whole wanted parts: one that is larger is a bucket of its own, so the largest
+        of them bounds what a bucket costs. `first_source` says which source is asked first where several have the same
+        part: give receivers different ones, but those of one host the same where the sources are on others. What they
+        want of such a source comes once, into memory that they share. With `delta` sources on other hosts send only the
+        elements that changed since the version prepared before, to the bit; that version is kept here, and at the
+        source while it has room for two. Raises ValueError where there are no sources.
         """
         return WeightReceiver(
             self._copies,

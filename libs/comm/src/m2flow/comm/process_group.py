@@ -139,8 +139,8 @@ class ProcessGroupBackend:
             try:
                 with self._apart(None):
                     tag, data, lifted = self._recv(rank)
-            # The rest of the message is yet to come: taken for the next one it would make gloo end this process.
             except RuntimeError as error:
+                # Part of the message is yet to come: taken for the next one it would make gloo end this process.
                 self._refused[peer] = partial(PeerLostError, peer, f"its process group gave up: {error}")
             except CommError as error:
                 self._refused[peer] = partial(PayloadError, str(error))

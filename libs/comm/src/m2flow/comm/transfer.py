@@ -81,7 +81,8 @@ class WeightReceiver:
     """One rank that takes weights. `wanted` maps names to the boxes it wants; None is every tensor, whole.
 
     `version` is what it serves, None before the first commit and after a failed one. A bucket is as many wanted parts
-    as fit into `bucket_bytes`, or one that is larger. Not thread-safe: one thread prepares and commits.
+    as fit into `bucket_bytes`, half of that where it streams, or one that is larger. Not thread-safe: one thread
+    prepares and commits.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class WeightReceiver:
         except BaseException as error:
             lost = error.peer if isinstance(error, PeerLostError) else ""
             traceback.clear_frames(error.__traceback__)
-            if isinstance(error, TimeoutError_) and deadline.ended(error):
+            if isinstance(error, TimeoutError_) and error.channel.startswith(SERVICE) and deadline.ended(error):
                 # It counts from when the calls before the last had their answers.
                 channel, peer, elapsed_s = error.channel, error.peer, deadline.elapsed_s
                 raise TimeoutError_(channel=channel, key=error.key, peer=peer, elapsed_s=elapsed_s) from error
@@ -482,7 +483,7 @@ def _put_together(box: Box, pieces: Sequence[tuple[Box, Tree]]) -> Tree:
 
 
 def _put(whole: Tree, box: Box, part: Box, array: Tree) -> None:
-    """Writes a part of the box that an array or tensor holds."""
+    """Writes `array`, which is `part`, into `whole`, which is `box`; one of another dtype is converted."""
     if whole.dtype == array.dtype:
         whole, array = _torch.copyable(whole), _torch.copyable(array)
     whole[(*part.slices(box), ...)] = array

@@ -149,7 +149,8 @@ class WeightStore:
     def offer(self, name: str, version: int, weights: Mapping[str, Tree]) -> None:
         """Offers a version where it is, to readers that stream it; nothing is copied until they do.
 
-        It must stay as it is until it is released or the store is closed.
+        It answers who waits for the version: who fetches it, with an error. It must stay as it is until it is released
+        or the store is closed.
         """
         version = _checked_version(name, version)
         arrays = {key: value.data if isinstance(value, Shard) else value for key, value in weights.items()}
@@ -185,10 +186,10 @@ class WeightStore:
         self._pool.trim()
 
     def handle(self, request: Request) -> Any:
-        """Answers "fetch", "layout", "digests" or "slices" of a version, at once or when it is staged; or "newest".
+        """Answers "fetch", "layout", "digests" or "slices" of a version, or "newest".
 
-        Who has asked says "done" when it has asked for all that it needs, or waits no longer; until then the version
-        stays beside the next one, where there is room.
+        The first two wait until it is staged or offered. Who has asked says "done" when it has asked for all that it
+        needs, or waits no longer; until then the version stays beside the next one, where there is room.
         """
         method = request.method
         if method == "newest":
@@ -201,6 +202,7 @@ class WeightStore:
         if method == "done":
             self._done(self._line(name), version, reader)
             return None
+
         def read(tree: Tree) -> Tree:
             if method == "layout":
                 return _laid(tree)
@@ -292,6 +294,7 @@ class WeightStore:
                 asked.answer.set_exception(_withdrawn(name, asked.version, line))
 
     def _find(self, name: str, asked: _Awaited, *, waits: bool) -> "tuple[Tree, Lend | Future[Any]]":
+        """Returns the version where it is offered, else None, and what answers the request where it is not."""
         line = self._line(name)
         with self._lock:
             offered, staged = self._offered.get((name, asked.version)), line.staged.get(asked.version)

@@ -658,7 +658,7 @@ def test_who_streams_a_version_that_is_withdrawn_is_told_at_once(make_endpoint: 
                 trainer.offer_weights("policy", 1, weights)
 
     receiver = rollout.weight_receiver("policy", sources=["trainer"], bucket_bytes=16_000)
-    with pytest.raises(RemoteError, match="withdrawn|staged anew"):
+    with pytest.raises(RemoteError, match=r"withdrawn|staged anew"):
         receiver.stream(1, load, timeout_s=20)
     assert len(loaded) < 8
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from m2flow.comm import Channel, CommError, Endpoint, PeerLostError, Put, Stats, TimeoutError_
+from m2flow.comm import Channel, CommError, Endpoint, PayloadError, PeerLostError, Put, Stats, TimeoutError_
 from m2flow.comm._connection import Connection
 from m2flow.comm._frames import Kind
 
@@ -302,3 +303,101 @@ def test_a_loop_does_not_run_where_none_may_wait(make_endpoint: Any) -> None:
     host.handle("prompt", wait, prompt=True)
     other.request("host", "prompt", "", timeout_s=10)
     assert "must not wait" in raised[0]
+
+
+@AHEAD
+def test_an_item_that_is_too_large_here_ends_the_loop_and_no_more(run_dir: Path, ahead: int) -> None:
+    with (
+        Endpoint(run_dir, "host", token="t", by_reference=False) as host,
+        Endpoint(run_dir, "c", token="t", by_reference=False, max_payload_bytes=32 << 10) as small,
+    ):
+        host.host_channel("q", producers=["host"], consumers=["c", "host"])
+        host.channel("q", host="host").put(np.zeros(1 << 20, np.uint8))
+        channel = small.channel("q", host="host")
+        connection = small._fabric.connection("host")
+        with pytest.raises(PayloadError, match="want at most"):
+            next(channel.leases(ahead=ahead))
+        settled(channel, lambda stats: stats.leased == 0)
+        assert small._fabric.connection("host") is connection
+        assert host.channel("q", host="host").get(timeout_s=5).item.nbytes == 1 << 20
+
+
+@FORMS
+@AHEAD
+def test_a_loop_ends_after_what_was_queued_again_while_it_had_more_asked(
+    make_endpoint: Any, peer: Any, form: Any, ahead: int
+) -> None:
+    host = make_endpoint("host")
+    host.host_channel("q", producers=["host"], consumers=["dies", "host"])
+    channel = host.channel("q", host="host")
+    fill(channel, 4)
+    process = peer("dies", 'endpoint.channel("q", host="host").get(); say("got"); time.sleep(60)')
+    assert process.line() == "got"
+    channel.close()
+
+    async def loop() -> list[int]:
+        found = []
+        async for lease in form(host.channel("q", host="host"), ahead=ahead):
+            found.append(lease.item)
+            if len(found) == 3:
+                process.kill()
+                settled(channel, lambda stats: stats.regiven == 1)
+        return found
+
+    assert asyncio.run(loop()) == [1, 2, 3, 0]
+
+
+def test_a_loop_that_the_cycle_collector_ends_takes_no_lock(make_endpoint: Any) -> None:
+    host, other = make_endpoint("host"), make_endpoint("c")
+    host.host_channel("q", producers=["host"], consumers=["c"])
+    fill(host.channel("q", host="host"), 3)
+    channel = other.channel("q", host="host")
+    leases = channel.leases(ahead=1)
+    channel.ack(next(leases))
+    with other._fabric.connection("host").link._lock:
+        started = time.monotonic()
+        leases.close()
+        assert time.monotonic() - started < 5
+    assert settled(channel, lambda stats: stats.queued == 2).leased == 0
+
+
+def test_a_get_that_is_cancelled_twice_is_not_overtaken(ends: Any) -> None:
+    producer, consumer = ends
+
+    async def race(index: int) -> Any:
+        task = asyncio.create_task(consumer.aget())
+        await asyncio.sleep(0)
+        await asyncio.to_thread(producer.put_many, [Put(item=2 * index), Put(item=2 * index + 1)])
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0)
+        with contextlib.suppress(asyncio.CancelledError):
+            return await task
+        return await consumer.aget(timeout_s=5)
+
+    async def races() -> None:
+        for index in range(150):
+            found = [await race(index), await consumer.aget(timeout_s=5)]
+            assert [lease.item for lease in found] == [2 * index, 2 * index + 1]
+            consumer.ack(found)
+
+    asyncio.run(asyncio.wait_for(races(), 50))
+
+
+@FORMS
+def test_a_loop_on_a_host_that_has_stopped_ends_as_a_get_does(make_endpoint: Any, peer: Any, form: Any) -> None:
+    consumer = make_endpoint("c")
+    process = peer("host", 'endpoint.host_channel("q", producers=["host"], consumers=["c"]); say("up"); time.sleep(60)')
+    assert process.line() == "up"
+    channel = consumer.channel("q", host="host")
+    channel.stats()
+    process.process.send_signal(signal.SIGSTOP)
+
+    async def loop() -> None:
+        async for _ in form(channel, ahead=3, timeout_s=0.5):
+            pass
+
+    started = time.monotonic()
+    with pytest.raises(TimeoutError_):
+        asyncio.run(loop())
+    assert time.monotonic() - started < 2.5

@@ -9,6 +9,7 @@ Elsewhere its bytes are a frame of their own, before the message.
 import contextlib
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections import defaultdict
@@ -147,7 +148,7 @@ class Connection:
             link.send(kind, request_id, body)
         except BrokenPipeError:
             return
-        if link.unsent_bytes > HIGH_WATER_BYTES:
+        if link.unsent_bytes > INLINE_BYTES:
             self._bound_unsent(kind, len(body))
 
     def _bound_unsent(self, kind: Kind, size_bytes: int) -> None:
@@ -184,10 +185,10 @@ class Connection:
         """Says whether who asks with a payload need not wait: at most 8 MiB are on their way to the peer."""
         return self.link.unsent_bytes <= HIGH_WATER_BYTES or self.link.wait_sent(0.0, HIGH_WATER_BYTES)
 
-    @property
-    def deals_with_frames(self) -> bool:
-        """Says whether the caller deals with this endpoint's frames, as the io thread or in its place."""
-        return self._loop.inside()
+    def hand_over(self, function: Callable[[], None]) -> bool:
+        """Has the io thread run a function, taking no lock; says whether the caller may wait for that."""
+        self._loop.call(function)
+        return self._loop.wake() and not self._loop.inside() and not sys.is_finalizing()
 
     def wait_for_room(self, deadline: Deadline) -> bool:
         """Waits while 8 MiB are on their way to the peer; says whether it took them in time.
@@ -196,7 +197,7 @@ class Connection:
         acknowledgement or a withdrawal is small and bounded by what was asked, and an answer may not keep a thread that
         answers others too.
         """
-        if self.link.unsent_bytes <= HIGH_WATER_BYTES or self.deals_with_frames:
+        if self.link.unsent_bytes <= HIGH_WATER_BYTES or self._loop.inside():
             return True
         while (left_s := deadline.left_s) != 0:
             if self.link.wait_sent(_LOOK_S if left_s is None else min(left_s, _LOOK_S), HIGH_WATER_BYTES):

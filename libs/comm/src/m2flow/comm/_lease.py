@@ -188,13 +188,12 @@ class Asked:
     @property
     def cancel_timeout_s(self) -> float:
         """Seconds that the answer to a withdrawal may take."""
-        # Of a host that has yet to appear no answer is on its way.
-        return _CANCEL_TIMEOUT_S if self._connection.greeted else 0.0
+        # Of a host that has yet to appear, or has not answered one in time, no answer is on its way.
+        return _CANCEL_TIMEOUT_S if self._connection.greeted and self._reply is not None else 0.0
 
-    @property
-    def may_wait(self) -> bool:
-        """Says whether the caller may wait here: not where it deals with frames."""
-        return not self._connection.deals_with_frames
+    def hand_over(self, function: Callable[[], None]) -> bool:
+        """Has the io thread run a function, taking no lock; says whether the caller may wait for that."""
+        return self._connection.hand_over(function)
 
     def withdraw(self, then: Callable[[], object] = nothing) -> None:
         """Takes back what was asked; an item that comes nevertheless is given back. `then` is called after that."""
@@ -213,7 +212,6 @@ class Asked:
     def _give_back(self, done: Reply) -> None:
         if self._gave_back or done.error() is not None:
             return
-        self._gave_back = True
         response = comm_pb2.ChannelResponse.FromString(done.result())
         # Those that cannot be opened have gone back by themselves.
         with contextlib.suppress(CommError):
@@ -221,6 +219,7 @@ class Asked:
                 self._return(response.items.leases)
 
     def _return(self, leases: Sequence[int]) -> None:
+        self._gave_back = True
         ack = comm_pb2.AckRequest(leases=leases, give_back=True)
         request = comm_pb2.ChannelRequest(channel=self._channel, ack=ack)
         self._connection.send(Kind.CHANNEL, 0, request.SerializeToString())
@@ -285,25 +284,44 @@ class Asked:
 
 
 def take_back(asked: Sequence[Asked]) -> None:
-    """Withdraws requests of one channel; blocks until nothing can overtake what had come for them, where it may."""
-    given_back = [threading.Event() for _ in asked]
-    for one, event in zip(asked, given_back, strict=True):
-        one.withdraw(event.set)
-    if asked and asked[0].may_wait:
-        deadline = Deadline(asked[0].cancel_timeout_s)
-        for event in given_back:
-            event.wait(deadline.left_s)
+    """Withdraws requests of one channel; blocks until nothing can overtake what had come for them, where it may.
+
+    The io thread does it: no Ctrl-C ends that, and this may be a finaliser that runs inside any lock.
+    """
+    if asked:
+        timeout_s, given_back = asked[0].cancel_timeout_s, threading.Event()
+        if asked[0].hand_over(partial(_withdraw, tuple(asked), given_back.set)):
+            given_back.wait(timeout_s)
 
 
 async def take_back_async(asked: Sequence[Asked]) -> None:
-    """Like `take_back`, on the running event loop."""
+    """Like `take_back`, on the running event loop; when it is cancelled, that is raised afterwards."""
+    if not asked:
+        return
     asyncio = sys.modules["asyncio"]
     events = asyncio.get_running_loop()
-    given_back = [events.create_future() for _ in asked]
-    for one, future in zip(asked, given_back, strict=True):
-        one.withdraw(partial(_told, events, future))
-    if asked:
-        await asyncio.wait(given_back, timeout=asked[0].cancel_timeout_s)
+    deadline, given_back, cancelled = Deadline(asked[0].cancel_timeout_s), events.create_future(), None
+    may_wait = asked[0].hand_over(partial(_withdraw, tuple(asked), partial(_told, events, given_back)))
+    while may_wait and deadline.left_s and not given_back.done():
+        try:
+            await asyncio.wait([given_back], timeout=deadline.left_s)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+def _withdraw(asked: Sequence[Asked], then: Callable[[], object]) -> None:
+    """Withdraws requests; `then` is called once what had come for the last of them is given back."""
+    left = list(asked)
+
+    def end() -> None:
+        left.pop()
+        if not left:
+            then()
+
+    for one in asked:
+        one.withdraw(end)
 
 
 def _told(events: Any, waiting: Any) -> bool:

@@ -284,22 +284,28 @@ class Channel:
 
         Whoever goes on to the next commits the one before. The one at which the loop is left is still leased, to be
         acknowledged or given back. With `ahead`, that many more are leased while the loop works on one: it waits less,
-        and whoever is slow keeps more from others. They go back when the loop is left. Otherwise like `get`, with
-        `timeout_s` for each; raises ValueError for an `ahead` below 0.
+        and whoever is slow keeps more from others. They go back when the loop is left, which blocks until they have, a
+        second at most. Otherwise like `get`, with `timeout_s` for each, and a LeaseLostError that may be told `ahead`
+        items later; raises ValueError for an `ahead` below 0.
         """
+        _check_ahead(ahead)
         asked: deque[Asked] = deque()
         taken: Sequence[Lease] = ()
         try:
-            while True:
+            while ahead >= 0:
                 self._waits("leases")
                 self._ask_ahead(asked, ahead, key, iteration, taken, timeout_s)
                 # Whoever let go of it has its memory back while the next one is waited for.
                 taken = ()
-                taken = asked[0].wait()
-                asked.popleft()
-                yield taken[0]
-        except (ChannelClosedError, IterationEnded):
-            return
+                try:
+                    taken = asked[0].wait()
+                except (ChannelClosedError, IterationEnded):
+                    # What was asked later may have an item that was queued again since.
+                    ahead -= 1
+                # No call, after which a Ctrl-C might come: from here on the item is the caller's.
+                del asked[0]
+                if taken:
+                    yield taken[0]
         finally:
             take_back(asked)
 
@@ -311,18 +317,24 @@ class Channel:
         ahead: int = 0,
         timeout_s: float | None = None,
     ) -> AsyncIterator[Lease]:
-        """Like `leases`, without blocking the event loop: for `async for`."""
+        """Like `leases`, without blocking the event loop: for `async for`.
+
+        Left before its end it is to be closed, as by `contextlib.aclosing`: event loops do that late, or never.
+        """
+        _check_ahead(ahead)
         asked: deque[Asked] = deque()
         taken: Sequence[Lease] = ()
         try:
-            while True:
+            while ahead >= 0:
                 self._ask_ahead(asked, ahead, key, iteration, taken, timeout_s)
                 taken = ()
-                taken = await asked[0].wait_async()
-                asked.popleft()
-                yield taken[0]
-        except (ChannelClosedError, IterationEnded):
-            return
+                try:
+                    taken = await asked[0].wait_async()
+                except (ChannelClosedError, IterationEnded):
+                    ahead -= 1
+                del asked[0]
+                if taken:
+                    yield taken[0]
         finally:
             await take_back_async(asked)
 
@@ -403,8 +415,6 @@ class Channel:
         timeout_s: float | None,
     ) -> None:
         """Asks for an item and for as many more as may be under way beside it; the first request commits leases."""
-        if ahead < 0:
-            raise ValueError(f"leases: got ahead {ahead}, want 0 or more")
         while len(asked) <= ahead:
             asked.append(self._ask_get(0.0, key, iteration, ack, None))
             ack = ()
@@ -578,6 +588,11 @@ class Channel:
         ack = comm_pb2.AckRequest(leases=[lease.number for lease in ended], give_back=give_back)
         request = comm_pb2.ChannelRequest(channel=self.name, ack=ack)
         self._connect(self.host).send(Kind.CHANNEL, 0, request.SerializeToString())
+
+
+def _check_ahead(ahead: int) -> None:
+    if ahead < 0:
+        raise ValueError(f"leases: got ahead {ahead}, want 0 or more")
 
 
 def _key_of(puts: Sequence[Put]) -> str | None:

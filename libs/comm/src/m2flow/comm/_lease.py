@@ -191,10 +191,6 @@ class Asked:
         # Of a host that has yet to appear, or has not answered one in time, no answer is on its way.
         return _CANCEL_TIMEOUT_S if self._connection.greeted and self._reply is not None else 0.0
 
-    def hand_over(self, function: Callable[[], None]) -> bool:
-        """Has the io thread run a function, taking no lock; says whether the caller may wait for that."""
-        return self._connection.hand_over(function)
-
     def withdraw(self, then: Callable[[], object] = nothing) -> None:
         """Takes back what was asked; an item that comes nevertheless is given back. `then` is called after that."""
         reply, self._reply = self._reply, None
@@ -290,7 +286,7 @@ def take_back(asked: Sequence[Asked]) -> None:
     """
     if asked:
         timeout_s, given_back = asked[0].cancel_timeout_s, threading.Event()
-        if asked[0].hand_over(partial(_withdraw, tuple(asked), given_back.set)):
+        if asked[0]._connection.hand_over(partial(_withdraw, tuple(asked), given_back.set)):
             given_back.wait(timeout_s)
 
 
@@ -301,7 +297,7 @@ async def take_back_async(asked: Sequence[Asked]) -> None:
     asyncio = sys.modules["asyncio"]
     events = asyncio.get_running_loop()
     deadline, given_back, cancelled = Deadline(asked[0].cancel_timeout_s), events.create_future(), None
-    may_wait = asked[0].hand_over(partial(_withdraw, tuple(asked), partial(_told, events, given_back)))
+    may_wait = asked[0]._connection.hand_over(partial(_withdraw, tuple(asked), partial(_told, events, given_back)))
     while may_wait and deadline.left_s and not given_back.done():
         try:
             await asyncio.wait([given_back], timeout=deadline.left_s)

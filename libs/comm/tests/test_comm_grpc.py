@@ -392,7 +392,7 @@ def test_certificates_that_will_not_do_are_named_where_it_listens(tmp_path: Path
     ours, theirs, nothing = certificates(tmp_path, "ours"), certificates(tmp_path, "theirs"), tmp_path / "missing"
     for tls, words in (
         (Tls(nothing, nothing, nothing), "missing"),
-        (Tls(ours.certificate, theirs.key, ours.authority), "and a key that fits its certificate"),
+        (Tls(ours.certificate, theirs.key, ours.authority), "and a certificate, its key and an authority"),
     ):
         refused = pytest.raises(CommError, match=f"cannot listen at '127.0.0.1:0'.*{words}")
         with Endpoint(tmp_path / "a", "a", token="t", tls=tls) as a, refused:

@@ -415,16 +415,21 @@ def test_empty_tensors_are_of_their_kind_on_every_path(tmp_path: Path, way: str)
             }
 
 
+def answer_slowly(source: Endpoint, seconds: float) -> None:
+    """Makes a source take so long for each answer about weights."""
+    answer = source._calls._handlers["m2flow.weights"]
+
+    def slowly(request: Any) -> Any:
+        time.sleep(seconds)
+        return answer(request)
+
+    source._calls._handlers["m2flow.weights"] = slowly
+
+
 def test_one_deadline_holds_for_all_buckets_of_a_stream(make_endpoint: Any) -> None:
     trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
     trainer.offer_weights("policy", 1, {f"t{index}": np.ones(8) for index in range(40)})
-    answer = trainer._calls._handlers["m2flow.weights"]
-
-    def slowly(request: Any) -> Any:
-        time.sleep(0.03)
-        return answer(request)
-
-    trainer._calls._handlers["m2flow.weights"] = slowly
+    answer_slowly(trainer, 0.03)
     receiver = rollout.weight_receiver("policy", sources=["trainer"], bucket_bytes=1)
     with pytest.raises(TimeoutError_, match=r"'m2flow\.weights\.slices': waited 0\.\d+ s for trainer"):
         receiver.stream(1, lambda bucket: None, timeout_s=0.2)
@@ -434,13 +439,7 @@ def test_one_deadline_holds_for_all_buckets_of_a_stream(make_endpoint: Any) -> N
 def test_a_time_out_says_how_long_all_of_it_has_taken(make_endpoint: Any) -> None:
     trainer, rollout = make_endpoint("trainer"), make_endpoint("rollout")
     trainer.stage_weights("policy", 1, {f"t{index}": np.ones(8) for index in range(40)})
-    answer = trainer._calls._handlers["m2flow.weights"]
-
-    def slowly(request: Any) -> Any:
-        time.sleep(0.2)
-        return answer(request)
-
-    trainer._calls._handlers["m2flow.weights"] = slowly
+    answer_slowly(trainer, 0.2)
     receiver = rollout.weight_receiver("policy", sources=["trainer", "trainer"])
     with pytest.raises(TimeoutError_) as caught:
         receiver.stream(1, lambda bucket: None, timeout_s=0.3)

@@ -1,9 +1,11 @@
-"""Items on the wire: in columns, so that what the items of a message share is said once, and lists move whole."""
+"""Items: as they are put, and on the wire in columns: what the items of a message share is said once."""
 
+import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from m2flow.comm._frames import ProtocolError
+from m2flow.comm.payload import Tree
 from m2flow.proto.comm.v1 import comm_pb2
 
 # The columns beside the payloads, and what an item has for which there is no entry.
@@ -11,6 +13,21 @@ _DEFAULTS = {"ids": "", "keys": "", "weights": 0.0, "tombstones": "", "iteration
 
 # Sums of weights are floats: above it one would not be told from none.
 MAX_WEIGHT = 2.0**53
+
+
+class Put(NamedTuple):
+    """One item to put: its tree or, where `tombstone` says why, none. `id` is unique within the iteration.
+
+    An item whose id was seen in its iteration is dropped; an empty id is never dropped. `weight` is what `get_batch`
+    counts in; `key` what `get` may ask for.
+    """
+
+    item: Tree = None
+    id: str = ""
+    iteration: int = 0
+    weight: float = 1.0
+    key: str = ""
+    tombstone: str = ""
 
 
 def can_be_summed(weights: Sequence[float]) -> bool:
@@ -26,6 +43,39 @@ def add_columns(items: comm_pb2.Items, **columns: Sequence[Any]) -> None:
             getattr(items, name).extend(values)
         elif first != _DEFAULTS[name]:
             getattr(items, name).append(first)
+
+
+def describe(puts: Sequence[Put], items: comm_pb2.Items) -> None:
+    """Writes what items are put with; raises ValueError naming what they cannot be put with."""
+    _, ids, iterations, weights, keys, tombstones = zip(*puts, strict=True)
+    try:
+        if can_be_summed(weights):
+            # In place: a message that is given to another's constructor is copied, its items one by one.
+            add_columns(items, ids=ids, keys=keys, weights=weights, tombstones=tombstones, iterations=iterations)
+            return
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(next(filter(None, map(_fault, puts)), "put: got what no message can hold"))
+
+
+def _fault(put: Put) -> str:
+    """Says what is wrong with what an item is put with; empty where nothing is."""
+    for name in ("id", "key", "tombstone"):
+        value = getattr(put, name)
+        if not isinstance(value, str):
+            return f"put: got {name} {value!r}, want a str: give it {str(value)!r}"
+        if value != value.encode("utf-8", "replace").decode():
+            return f"put: got {name} {value!r}, want one that UTF-8 can spell: it has half a surrogate pair"
+    try:
+        if not 0 <= operator.index(put.iteration) < 1 << 64:
+            return f"put: got iteration {put.iteration}, want 0 or more: count iterations from 0"
+    except TypeError:
+        return f"put: got iteration {put.iteration!r}, want an int"
+    try:
+        in_bounds = 0 <= put.weight <= MAX_WEIGHT
+    except TypeError:
+        in_bounds = False
+    return "" if in_bounds else f"put: got weight {put.weight!r}, want a number from 0 to {MAX_WEIGHT:.0f}"
 
 
 def add_payloads(items: comm_pb2.Items, payloads: Sequence[bytes | comm_pb2.Block]) -> None:

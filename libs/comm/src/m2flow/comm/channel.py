@@ -5,19 +5,17 @@ of large items stay where their producer wrote them, in shared memory, and the c
 """
 
 import contextlib
-import operator
 import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from m2flow.comm._connection import INLINE_BYTES, Connection
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import MAX_MESSAGE_BYTES, Kind
-from m2flow.comm._items import MAX_WEIGHT, add_columns, add_payloads, can_be_summed
+from m2flow.comm._items import Put, add_payloads, describe
 from m2flow.comm._lease import Asked, Lease, take_back, take_back_async
 from m2flow.comm._line import Line
 from m2flow.comm._references import Reference
@@ -30,21 +28,6 @@ from m2flow.proto.comm.v1 import comm_pb2
 NO_REASON = "no reason given"
 # A copy of so much takes less than another thread takes to begin one.
 _COPIED_AT_ONCE_BYTES = 1 << 20
-
-
-class Put(NamedTuple):
-    """One item to put: its tree or, where `tombstone` says why, none. `id` is unique within the iteration.
-
-    An item whose id was seen in its iteration is dropped; an empty id is never dropped. `weight` is what `get_batch`
-    counts in; `key` what `get` may ask for.
-    """
-
-    item: Tree = None
-    id: str = ""
-    iteration: int = 0
-    weight: float = 1.0
-    key: str = ""
-    tombstone: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,7 +520,7 @@ class Channel:
         request = comm_pb2.ChannelRequest(channel=self.name)
         put = request.put
         put.wait = wait
-        _describe(puts, put.items)
+        describe(puts, put.items)
         return request
 
     def _send_put(
@@ -598,39 +581,6 @@ def _check_ahead(ahead: int) -> None:
 def _key_of(puts: Sequence[Put]) -> str | None:
     """Returns the key that an error names; None for several items."""
     return (puts[0].key or None) if len(puts) == 1 else None
-
-
-def _describe(puts: Sequence[Put], items: comm_pb2.Items) -> None:
-    """Writes what items are put with; raises ValueError naming what they cannot be put with."""
-    _, ids, iterations, weights, keys, tombstones = zip(*puts, strict=True)
-    try:
-        if can_be_summed(weights):
-            # In place: a message that is given to another's constructor is copied, its items one by one.
-            add_columns(items, ids=ids, keys=keys, weights=weights, tombstones=tombstones, iterations=iterations)
-            return
-    except (TypeError, ValueError):
-        pass
-    raise ValueError(next(filter(None, map(_fault, puts)), "put: got what no message can hold"))
-
-
-def _fault(put: Put) -> str:
-    """Says what is wrong with what an item is put with; empty where nothing is."""
-    for name in ("id", "key", "tombstone"):
-        value = getattr(put, name)
-        if not isinstance(value, str):
-            return f"put: got {name} {value!r}, want a str: give it {str(value)!r}"
-        if value != value.encode("utf-8", "replace").decode():
-            return f"put: got {name} {value!r}, want one that UTF-8 can spell: it has half a surrogate pair"
-    try:
-        if not 0 <= operator.index(put.iteration) < 1 << 64:
-            return f"put: got iteration {put.iteration}, want 0 or more: count iterations from 0"
-    except TypeError:
-        return f"put: got iteration {put.iteration!r}, want an int"
-    try:
-        in_bounds = 0 <= put.weight <= MAX_WEIGHT
-    except TypeError:
-        in_bounds = False
-    return "" if in_bounds else f"put: got weight {put.weight!r}, want a number from 0 to {MAX_WEIGHT:.0f}"
 
 
 def _stats(response: comm_pb2.ChannelResponse) -> Stats:

@@ -95,6 +95,8 @@ class Asked:
         # Kept until the channel has answered: then it holds them.
         self._references = references
         self._gave_back = False
+        # The host has not answered its withdrawal in time.
+        self._is_silent = False
         self._channel = channel
         self._connection = connection
         self._key = key
@@ -142,6 +144,7 @@ class Asked:
         except BaseException as error:
             self.withdraw()
             if self.deadline.ended(error):
+                self._is_silent = True
                 raise self._timed_out((self._connection.peer,)) from None
             raise
         try:
@@ -181,6 +184,7 @@ class Asked:
             await take_back_async([self])
             raise
         if not answered.done():
+            self._is_silent = True
             self.withdraw()
             raise self._timed_out((self._connection.peer,))
         return self._parse(reply.result())
@@ -189,7 +193,7 @@ class Asked:
     def cancel_timeout_s(self) -> float:
         """Seconds that the answer to a withdrawal may take."""
         # Of a host that has yet to appear, or has not answered one in time, no answer is on its way.
-        return _CANCEL_TIMEOUT_S if self._connection.greeted and self._reply is not None else 0.0
+        return 0.0 if self._is_silent or not self._connection.greeted else _CANCEL_TIMEOUT_S
 
     def withdraw(self, then: Callable[[], object] = nothing) -> None:
         """Takes back what was asked; an item that comes nevertheless is given back. `then` is called after that."""
@@ -303,6 +307,7 @@ async def take_back_async(asked: Sequence[Asked]) -> None:
             await asyncio.wait([given_back], timeout=deadline.left_s)
         except asyncio.CancelledError as error:
             cancelled = error
+    asked[0]._is_silent = may_wait and not given_back.done()
     if cancelled is not None:
         raise cancelled
 

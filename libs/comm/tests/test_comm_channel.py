@@ -427,6 +427,21 @@ def test_what_comes_for_a_loop_that_is_closed_is_for_whoever_asks_next(ends: Any
     assert consumer.get(timeout_s=5).item == "item"
 
 
+def test_what_came_for_a_loop_that_was_closed_then_is_for_whoever_asks_next(ends: Any) -> None:
+    _, producer, consumer = ends
+    events = asyncio.new_event_loop()
+    pending = events.create_task(consumer.aget())
+    events.run_until_complete(asyncio.sleep(0.05))
+    producer.put("item")
+    while consumer.stats().leased == 0:
+        time.sleep(0.01)
+    time.sleep(0.05)  # until the loop was told
+    events.close()
+    del pending, events
+    gc.collect()
+    assert consumer.get(timeout_s=5).item == "item"
+
+
 def test_a_cancelled_async_put_has_no_later_effect(ends: Any) -> None:
     _, producer, consumer = ends
     producer.put_many([Put(item=index) for index in range(4)])

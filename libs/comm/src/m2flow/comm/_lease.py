@@ -183,6 +183,10 @@ class Asked:
             # The answer must still be heard: it says that nothing is put any more.
             await take_back_async([self])
             raise
+        except GeneratorExit:
+            # The loop was closed when it had heard of the answer, and tells nobody.
+            self._connection.hand_over(self.withdraw)
+            raise
         if not answered.done():
             self._is_silent = True
             self.withdraw()

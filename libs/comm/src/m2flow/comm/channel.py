@@ -485,7 +485,7 @@ class Channel:
     ) -> Asked:
         """Like `_ask_put`, packing what is large or waits for memory on another thread.
 
-        Cancelled, that thread ends, and nothing is put or stays lent.
+        Cancelled, or thrown away with its loop, that thread ends, and nothing is put or stays lent.
         """
         asyncio = sys.modules["asyncio"]
         request, key = self._put_request(puts, wait=True), _key_of(puts)
@@ -505,14 +505,21 @@ class Channel:
             if not decided.acquire(blocking=False):
                 connection.take_back(packed)
 
-        try:
-            if not await line.on_a_thread(pack, deadline):
-                raise self._timed_out(key, f"earlier puts, which wait for {self.host} or shared memory", deadline)
-        except asyncio.CancelledError:
+        def give_up() -> None:
             if not decided.acquire(blocking=False):
                 connection.take_back(packed)
             deadline.end()
             connection.look_again()
+
+        try:
+            if not await line.on_a_thread(pack, deadline):
+                raise self._timed_out(key, f"earlier puts, which wait for {self.host} or shared memory", deadline)
+        except asyncio.CancelledError:
+            give_up()
+            raise
+        except GeneratorExit:
+            # Its loop was closed; a finaliser, which may run inside any lock.
+            connection.hand_over(give_up)
             raise
         return self._send_put(request, connection, packed, key, deadline)
 

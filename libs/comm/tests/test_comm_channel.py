@@ -29,6 +29,7 @@ from m2flow.comm import (
 )
 from m2flow.comm._connection import Connection
 from m2flow.comm._frames import HEADER, Kind
+from m2flow.comm._replies import Reply
 from m2flow.comm._unix import UnixLink
 
 
@@ -412,6 +413,28 @@ def test_what_a_cancelled_async_get_was_given_comes_before_what_was_put_later(
         assert (await channel.aget()).item == 0
 
     asyncio.run(main())
+
+
+def test_a_get_that_a_ctrl_c_ends_is_not_overtaken(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, producer, consumer = ends
+    consumer.stats()
+    result, going_on = Reply.result, threading.Event()
+    timer = threading.Timer(0.1, going_on.set)
+
+    def interrupted(reply: Reply, *_: Any) -> bytes:
+        monkeypatch.setattr(Reply, "result", result)
+        # Nobody reads what comes for it.
+        consumer._connect("host")._loop.call(going_on.wait)
+        reply.ask()
+        producer.put_many([Put(item=0), Put(item=1)])
+        timer.start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Reply, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        consumer.get()
+    assert [consumer.get(timeout_s=5).item for _ in range(2)] == [0, 1]
+    timer.join()
 
 
 def test_what_comes_for_a_loop_that_is_closed_is_for_whoever_asks_next(ends: Any) -> None:

@@ -142,18 +142,19 @@ class Asked:
         except CommError:
             raise
         except BaseException as error:
-            self.withdraw()
             if self.deadline.ended(error):
                 self._is_silent = True
+                self.withdraw()
                 raise self._timed_out((self._connection.peer,)) from None
+            # A KeyboardInterrupt, or what another signal's handler raises: who asks next is not to overtake this.
+            take_back([self])
             raise
         try:
             return self._parse(body)
         except (CommError, IterationEnded):
             raise
         except BaseException:
-            # A KeyboardInterrupt, or what another signal's handler raises.
-            self.withdraw()
+            take_back([self])
             raise
 
     async def wait_async(self) -> list[Lease]:
@@ -295,7 +296,7 @@ def take_back(asked: Sequence[Asked]) -> None:
     if asked:
         timeout_s, given_back = asked[0].cancel_timeout_s, threading.Event()
         if asked[0]._connection.hand_over(partial(_withdraw, tuple(asked), given_back.set)):
-            given_back.wait(timeout_s)
+            asked[0]._is_silent = not given_back.wait(timeout_s)
 
 
 async def take_back_async(asked: Sequence[Asked]) -> None:

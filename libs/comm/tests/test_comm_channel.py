@@ -41,6 +41,14 @@ def ends(make_endpoint: Any) -> tuple[Endpoint, Channel, Channel]:
     return host, producer.channel("q", host="host"), consumer.channel("q", host="host")
 
 
+def reads_nothing_until(end: Endpoint) -> threading.Event:
+    """Stops an endpoint's io thread; it goes on once the event is set."""
+    stopped, going_on = threading.Event(), threading.Event()
+    end._fabric.loop.call(lambda: stopped.set() or going_on.wait(20))
+    assert stopped.wait(10)
+    return going_on
+
+
 def test_items_arrive_in_order_with_what_they_were_put_with(ends: Any) -> None:
     _, producer, consumer = ends
     producer.put({"x": np.arange(3)}, id="a", iteration=2, weight=2.5, key="k")
@@ -399,12 +407,13 @@ def test_what_a_cancelled_async_get_was_given_comes_before_what_was_put_later(
     monkeypatch.setattr(_lease.Asked, "_return", return_slowly)
 
     async def main() -> None:
+        # Else the host has yet to appear, for all that is known, and is not waited for.
+        await channel.astats()
         pending = asyncio.create_task(channel.aget())
         while not (await source.astats()).waiting_consumers:
             await asyncio.sleep(0.01)
         # The answer waits to be read until the request is withdrawn.
-        withdrawn = threading.Event()
-        consumer._fabric.loop.call(withdrawn.wait)
+        withdrawn = reads_nothing_until(consumer)
         await source.aput_many([Put(item=0), Put(item=1)])
         asyncio.get_running_loop().call_later(0.1, withdrawn.set)
         pending.cancel()
@@ -415,16 +424,18 @@ def test_what_a_cancelled_async_get_was_given_comes_before_what_was_put_later(
     asyncio.run(main())
 
 
-def test_a_get_that_a_ctrl_c_ends_is_not_overtaken(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, producer, consumer = ends
+def test_a_get_that_a_ctrl_c_ends_is_not_overtaken(
+    make_endpoint: Any, ends: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, producer, _ = ends
+    end = make_endpoint("c2")
+    consumer = end.channel("q", host="host")
     consumer.stats()
-    result, going_on = Reply.result, threading.Event()
+    result, going_on = Reply.result, reads_nothing_until(end)
     timer = threading.Timer(0.1, going_on.set)
 
     def interrupted(reply: Reply, *_: Any) -> bytes:
         monkeypatch.setattr(Reply, "result", result)
-        # Nobody reads what comes for it.
-        consumer._connect("host")._loop.call(going_on.wait)
         reply.ask()
         producer.put_many([Put(item=0), Put(item=1)])
         timer.start()

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from m2flow.comm._connection import Connection, is_data
-from m2flow.comm._entries import Entry, Held, drop
+from m2flow.comm._entries import Entry, Filter, Held, drop
 from m2flow.comm._frames import MAX_MESSAGE_BYTES, Kind, ProtocolError
 from m2flow.comm._index import ChannelIndex
 from m2flow.comm._items import add_columns, add_payloads, rows
@@ -19,7 +19,6 @@ from m2flow.comm._mappings import BlockRef
 from m2flow.comm._parking import Parking
 from m2flow.comm._references import Decode, Referable, Reference, gone, is_reference, referenced
 from m2flow.comm._tree import Bytes
-from m2flow.comm._views import Filter
 from m2flow.comm._waiting import Caller, Refusal
 from m2flow.comm.errors import CommError
 from m2flow.comm.payload import encode, has_pickle

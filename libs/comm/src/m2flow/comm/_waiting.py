@@ -5,8 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from m2flow.comm._entries import Entry
-from m2flow.comm._views import Filter
+from m2flow.comm._entries import Entry, Filter
 
 
 class Refusal(NamedTuple):

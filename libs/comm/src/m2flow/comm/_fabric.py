@@ -53,7 +53,7 @@ _meeting = threading.Lock()
 
 
 class Fabric:
-    """Connections by peer name; `on_gone(connection, lost)` hears of every end."""
+    """Connections by peer name."""
 
     def __init__(
         self,
@@ -66,7 +66,6 @@ class Fabric:
         by_reference: bool,
         allow_pickle: bool,
         max_payload_bytes: int,
-        on_gone: OnGone,
     ) -> None:
         # First what may be refused.
         self._directory = SocketDirectory(directory)
@@ -87,12 +86,6 @@ class Fabric:
         self.released = Released(self.loop.wake)
         self.blanks = Blanks(self.pool, self.released)
         self.mailbox = Mailbox(quota_bytes)
-        # The consumers of a channel that is hosted here; none where it is not.
-        self.consumers_of: Callable[[str], Set[str]] = _nobody
-        self._connect_timeout_s = connect_timeout_s
-        # The gRPC side: names and addresses of peers on other hosts, and the module and streams once they are needed.
-        self._addresses: dict[str, str] = {}
-        self._tls = tls
         self._new_connection = partial(
             Connection,
             pool=self.pool,
@@ -103,11 +96,17 @@ class Fabric:
             allow_pickle=allow_pickle,
             max_payload_bytes=max_payload_bytes,
         )
+        self._connect_timeout_s = connect_timeout_s
+        # The gRPC side: names and addresses of peers on other hosts, and the module and streams once they are needed.
+        self._addresses: dict[str, str] = {}
+        self._tls = tls
         self._grpc: Any = None
         self._streams: Any = None
-        self._on_frame: dict[Kind, OnFrame] = {}
-        self._on_prompt_call: OnPromptCall = _no_call
-        self._on_gone = on_gone
+        # Given when it starts.
+        self._on_frame: dict[Kind, OnFrame]
+        self._on_prompt_call: OnPromptCall
+        self._on_gone: OnGone
+        self._consumers_of: Callable[[str], Set[str]]
         self._dialled: dict[str, Connection] = {}
         self._accepted: dict[str, Connection] = {}
         self._all: set[Connection] = set()
@@ -118,13 +117,22 @@ class Fabric:
         self._run = (*self._directory.identity, identity.token, "" if by_reference else identity.name)
         self._living: dict[str, Fabric] = {}
 
-    def start(self, on_frame: dict[Kind, OnFrame], on_prompt_call: OnPromptCall) -> None:
+    def start(
+        self,
+        on_frame: dict[Kind, OnFrame],
+        *,
+        on_prompt_call: OnPromptCall,
+        on_gone: OnGone,
+        consumers_of: Callable[[str], Set[str]],
+    ) -> None:
         """Begins to accept and to answer: `on_frame` maps kinds of frames to what handles them.
 
         That runs as the io thread or in its place. A CALL that a waiting thread reads is offered to `on_prompt_call`
-        first, which says whether it has handled it.
+        first, which says whether it has handled it. `on_gone(connection, lost)` hears of the end of each connection
+        whose other end was believed; `consumers_of` names the consumers of a channel that is hosted here.
         """
         self._on_frame, self._on_prompt_call = on_frame, on_prompt_call
+        self._on_gone, self._consumers_of = on_gone, consumers_of
         self.loop.watch(self._listener.fileno(), READ, self._accept)
         with _meeting:
             self._living = _living.setdefault(self._run, {})
@@ -256,7 +264,7 @@ class Fabric:
         hosting = self.in_this_process(host)
         if hosting is None or self._backend_to(host) != "reference":
             return False
-        consumers = hosting.consumers_of(channel)
+        consumers = hosting._consumers_of(channel)
         return bool(consumers) and consumers <= self._living.keys()
 
     def close(self) -> None:
@@ -517,16 +525,6 @@ def _end_of_link(kind: Kind, error: Exception) -> CommError:
 def _local_link(loop: Loop, *, on_frame: Any, take: Any, on_closed: Any) -> LocalLink:
     """Nothing is read: whoever is at work deals with all that comes."""
     return LocalLink(loop, on_frame=on_frame, on_closed=on_closed)
-
-
-def _no_call(connection: Connection, request_id: int, body: bytes) -> bool:
-    """Before the endpoint has started no call is handled."""
-    return False
-
-
-def _nobody(channel: str) -> Set[str]:
-    """Before the endpoint has started no channel is hosted."""
-    return frozenset()
 
 
 def _abandon_all() -> None:

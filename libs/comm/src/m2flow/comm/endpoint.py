@@ -109,11 +109,9 @@ class Endpoint:
             by_reference=by_reference,
             allow_pickle=allow_pickle,
             max_payload_bytes=max_payload_bytes,
-            on_gone=self._on_gone,
         )
         self._calls = CallServer(self._executor, self._own_executor, Parking(self._fabric.loop, connect_timeout_s))
         self._host = ChannelHost(Parking(self._fabric.loop, connect_timeout_s))
-        self._fabric.consumers_of = self._host.consumers_of
         self._weights = WeightStore(self._fabric.pool)
         self._reader = WeightReader()
         self._calls.add(SERVICE, self._weights.handle, own=True)
@@ -131,7 +129,9 @@ class Endpoint:
                 Kind.CHANNEL: self._host.on_request,
                 Kind.CANCEL: self._host.on_cancel,
             },
-            self._calls.on_prompt_call,
+            on_prompt_call=self._calls.on_prompt_call,
+            on_gone=self._on_gone,
+            consumers_of=self._host.consumers_of,
         )
 
     def __enter__(self) -> Self:

@@ -22,7 +22,7 @@ from m2flow.comm._deadline import Deadline
 from m2flow.comm.errors import CommError, PayloadError, PeerLostError, TimeoutError_
 from m2flow.comm.payload import Tree, encode
 from m2flow.comm.resharding import Box, Piece, cover, run
-from m2flow.comm.weights import SERVICE, Arrays, Laid, WeightReader, digest, new_empty, read_layout, reader_numbers
+from m2flow.comm.weights import SERVICE, Arrays, Laid, WeightReader, digest, read_layout, reader_numbers
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 # What is fetched at a time at most: memory of which the C library has some at hand, where more would be fresh pages.
@@ -445,8 +445,8 @@ def _made(old: Tree, found: Tree, expected: int) -> Tree:
 
 def _copied(target: Tree, name: str, moves: Sequence[_Move], given: Mapping[str, Given], copy: Copy) -> bool:
     """Copies a tensor's pieces by their addresses, if they and the target lie in order in this host's memory."""
-    into = _address(target)
-    if not into:
+    into = _torch.address(target)
+    if not into or not (_torch.is_tensor(target) or target.flags.writeable):
         return False
     copies = []
     for move in moves:
@@ -466,17 +466,10 @@ def _copied(target: Tree, name: str, moves: Sequence[_Move], given: Mapping[str,
     return True
 
 
-def _address(target: Tree) -> int:
-    """Returns where an array or tensor may be written, 0 where it does not lie in order in the memory of this host."""
-    if _torch.is_tensor(target):
-        return _torch.address(target)
-    return int(target.ctypes.data) if target.flags.c_contiguous and target.flags.writeable else 0
-
-
 def _put_together(box: Box, pieces: Sequence[tuple[Box, Tree]]) -> Tree:
     if len(pieces) == 1 and pieces[0][0] == box:
         return pieces[0][1]
-    whole = new_empty(pieces[0][1], box.shape)
+    whole = _torch.new_empty(pieces[0][1], box.shape)
     for part, array in pieces:
         _put(whole, box, part, array)
     return whole

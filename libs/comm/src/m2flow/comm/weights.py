@@ -510,26 +510,12 @@ def _layout(value: Tree) -> Laid:
     if not (isinstance(data, np.ndarray) or _torch.is_tensor(data)):
         raise PayloadError(f"got a {type(data).__name__} among weights, want arrays and tensors only")
     check(data)
-    shape, kind = tuple(data.shape), new_empty(data, (0,))
+    shape, kind = tuple(data.shape), _torch.new_empty(data, (0,))
     if isinstance(value, Shard):
         return Laid(Box(value.offset, shape), value.global_shape, kind)
     return Laid(Box((0,) * len(shape), shape), shape, kind)
 
 
-def new_empty(like: Tree, shape: tuple[int, ...]) -> Tree:
-    """Returns an array of another's dtype, or a tensor of another's on the host, that is yet to be written."""
-    if _torch.is_tensor(like):
-        return _torch.empty(_torch.code_of(like), shape, "cpu")
-    return np.empty(shape, like.dtype)
-
-
 def digest(value: Tree) -> int:
     """Returns the CRC-32 of an array's elements, which finds accidents, not forgers."""
-    return zlib.crc32(bytes_of(value).data)
-
-
-def bytes_of(value: Tree) -> Bytes:
-    """Returns an array's elements in order, shape [nbytes]: where they lie, if they do so."""
-    if _torch.is_tensor(value):
-        return _torch.to_bytes(value)[2]
-    return np.asarray(value, order="C").reshape(-1).view(np.uint8) if value.nbytes else np.empty(0, np.uint8)
+    return zlib.crc32(_torch.bytes_of(value).data)

@@ -199,8 +199,9 @@ class TreeWriter:
             part = value.reshape(-1).view(np.uint8)
         self.parts.append((part, value.nbytes))
 
-    def nested(self, value: Any) -> None:
+    def nested(self, value: Any, depth: int) -> None:
         """Appends an encoded tree, which is not decoded with this one."""
+        self.pickles |= value.pickles
         self._beside(b"E", value)
 
     def _beside(self, tag: bytes, part: Any) -> None:

@@ -128,12 +128,7 @@ class Encoded(TreeWriter):
                 _torch.copy_into(part, target[start:at])
 
 
-def _write_nested(writer: TreeWriter, value: Encoded, depth: int) -> None:
-    writer.pickles |= value.pickles
-    writer.nested(value)
-
-
-WRITERS[Encoded] = _write_nested
+WRITERS[Encoded] = TreeWriter.nested
 
 
 def encode(tree: Tree, *, lift: Callable[[Any], bool] | None = None) -> Encoded:

@@ -259,10 +259,15 @@ class Fabric:
     def _backend_to(self, peer: str) -> Backend:
         return route(self.here, self.where(peer), "cpu").backend
 
+    def by_reference(self, peer: str) -> "Fabric | None":
+        """Returns a peer of this process to which objects are handed over as they are; None for any other."""
+        found = self._living.get(peer)
+        return found if found is not None and self._backend_to(peer) == "reference" else None
+
     def stays_here(self, channel: str, host: str) -> bool:
         """Says whether what is put into a channel need not leave this process: its host and all consumers are in it."""
-        hosting = self.in_this_process(host)
-        if hosting is None or self._backend_to(host) != "reference":
+        hosting = self.by_reference(host)
+        if hosting is None:
             return False
         consumers = hosting._consumers_of(channel)
         return bool(consumers) and consumers <= self._living.keys()

@@ -20,7 +20,7 @@ from m2flow.comm import _copies
 from m2flow.comm._blanks import Shape
 from m2flow.comm._calls import CallServer, Handler, read_answer
 from m2flow.comm._connection import INLINE_BYTES, Connection, message_of, packed_of
-from m2flow.comm._copies import Copies
+from m2flow.comm._copies import Copies, is_near
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._executor import LaneExecutor
 from m2flow.comm._fabric import Fabric
@@ -37,7 +37,7 @@ from m2flow.comm.collectives import Handle
 from m2flow.comm.errors import CommError, TimeoutError_
 from m2flow.comm.payload import MAX_PAYLOAD_BYTES, Tree, encode
 from m2flow.comm.resharding import Box
-from m2flow.comm.routing import Address, route
+from m2flow.comm.routing import Address
 from m2flow.comm.tls import Tls
 from m2flow.comm.transfer import DEFAULT_BUCKET_BYTES, WeightReceiver
 from m2flow.comm.weights import SERVICE, StagedWeights, WeightReader, WeightStore, reader_numbers
@@ -343,8 +343,8 @@ class Endpoint:
         return self._isend(peer, tree, tag, Deadline(timeout_s))
 
     def _isend(self, peer: str, tree: Tree, tag: str, deadline: Deadline) -> "Future[None]":
-        local = self._fabric.in_this_process(peer)
-        if local is not None and route(self.address, self.address_of(peer), "cpu").backend == "reference":
+        local = self._fabric.by_reference(peer)
+        if local is not None:
             return local.mailbox.deliver(self.name, tag, tree) or _taken()
         return self._request_async(peer, _MAIL, tag, tree, deadline)
 
@@ -483,7 +483,7 @@ class Endpoint:
         that are there, or only offered, PeerLostError when the source dies, TimeoutError_ after `timeout_s` seconds.
         """
         deadline = Deadline(timeout_s)
-        if route(self.address, self.address_of(source), "cpu").backend == "grpc":
+        if not is_near(self, source):
             receiver, weights = self.weight_receiver(name, sources=[source]), dict[str, Tree]()
             receiver.prepare(version, timeout_s=timeout_s)
             receiver.commit(weights.update)

@@ -19,8 +19,7 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.internal import encoder
 
-from m2flow.comm import _frames
-from m2flow.comm._frames import FrameParser, Kind, header
+from m2flow.comm._frames import MAX_HELLO_BYTES, FrameParser, Kind, header
 from m2flow.comm._handshake import VERSION
 from m2flow.comm._loop import Loop
 from m2flow.comm._replies import Awaited, nothing
@@ -74,7 +73,7 @@ class GrpcLink:
     passes_fds = False
 
     def __init__(self, loop: Loop, streams: "Streams", *, on_frame: OnFrame, on_closed: OnClosed) -> None:
-        self.body_limit = _frames.MAX_HELLO_BYTES
+        self.body_limit = MAX_HELLO_BYTES
         self._loop = loop
         self._streams = streams
         self._on_frame = on_frame
@@ -93,7 +92,7 @@ class GrpcLink:
     def send(self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None) -> None:
         """Sends a frame, whose body must stay as it is. Does not wait. Raises BrokenPipeError once closed."""
         assert fd is None, "this link passes no descriptors"
-        head = _frames.header(kind, request_id, len(body))
+        head = header(kind, request_id, len(body))
         with self._lock:
             if self._closed:
                 raise BrokenPipeError("the link is closed")

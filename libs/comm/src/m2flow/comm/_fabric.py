@@ -462,15 +462,12 @@ class Fabric:
             never_met = not connection.greeted and connection.peer in self._accepted
         error = PeerLostError(connection.peer, reason) if isinstance(reason, str) else reason
         lost = self._was_closed() if self._closed else error
-        self._lose(connection, lost, and_mail=not never_met)
+        connection.lose(lost)
+        if not never_met:
+            self.mailbox.fail(connection.peer, lost)
         if connection.greeted:
             # Peers hang up on an endpoint that has said goodbye: what ends then is no death either.
             self._on_gone(connection, not connection.left and not self._closed)
-
-    def _lose(self, connection: Connection, error: CommError, *, and_mail: bool = True) -> None:
-        connection.lose(error)
-        if and_mail:
-            self.mailbox.fail(connection.peer, error)
 
     def _shut(self) -> None:
         with self._lock:
@@ -479,7 +476,9 @@ class Fabric:
             self._accepted.clear()
         for connection in connections:
             connection.link.close()
-            self._lose(connection, self._was_closed())
+            closed = self._was_closed()
+            connection.lose(closed)
+            self.mailbox.fail(connection.peer, closed)
         self.mailbox.close(PeerLostError(self.identity.name, "it closed its endpoint"))
         self.loop.remove(self._listener.fileno())
         self._leave_directory()

@@ -135,8 +135,7 @@ class WeightReceiver:
 
     def _prepare(self, version: int, near: Sequence[str], deadline: Deadline) -> Prepared:
         # What is on this host is mapped at once, its layout with it.
-        args = (self._name, version, self._number)
-        asked = {source: self._asked(source, "fetch", args, deadline) for source in near}
+        asked = {source: self._asked(source, "fetch", version, deadline) for source in near}
         mapped = {source: self._answer(source, "fetch", answer, deadline) for source, answer in asked.items()}
         plan, stamps = self._plan(version, deadline, mapped)
         used = {move.source for wanted in plan.values() for move in wanted.moves}
@@ -249,7 +248,7 @@ class WeightReceiver:
         """Tells a source that no more is asked of a version, and it is awaited no longer; does not wait for it."""
         if version is not None and version != self._base_of(source)[0]:
             with contextlib.suppress(CommError):
-                self._asked(source, "done", (self._name, version, self._number), Deadline(0.0))
+                self._asked(source, "done", version, Deadline(0.0))
 
     def _base_of(self, source: str) -> tuple[int | None, Sequence[Parts]]:
         return self._bases.get(source, (None, ()))
@@ -262,11 +261,16 @@ class WeightReceiver:
         for source in self._sources:
             moves = _moves_of(source, plan, names)
             if moves:
-                args = (self._name, version, self._number, stamps[source], _bounds(moves))
-                asked.append((source, moves, self._asked(source, "slices", args, deadline)))
+                slices = self._asked(source, "slices", version, deadline, stamps[source], _bounds(moves))
+                asked.append((source, moves, slices))
         return asked
 
-    def _asked(self, source: str, method: str, args: Tree, deadline: Deadline) -> "Future[Tree]":
+    def _call(self, source: str, method: str, version: int, deadline: Deadline, *more: Tree) -> Tree:
+        args = (self._name, version, self._number, *more)
+        return self._caller.request(source, SERVICE, method, args, timeout_s=deadline.left_s)
+
+    def _asked(self, source: str, method: str, version: int, deadline: Deadline, *more: Tree) -> "Future[Tree]":
+        args = (self._name, version, self._number, *more)
         return self._caller.request_async(source, SERVICE, method, args, timeout_s=deadline.left_s)
 
     def _answer(self, source: str, method: str, answer: "Future[Tree]", deadline: Deadline) -> Tree:
@@ -288,10 +292,7 @@ class WeightReceiver:
             if source in mapped:
                 packed[source] = mapped[source]["layout"]
             else:
-                args = (self._name, version, self._number)
-                stamps[source], packed[source] = self._caller.request(
-                    source, SERVICE, "layout", args, timeout_s=deadline.left_s
-                )
+                stamps[source], packed[source] = self._call(source, "layout", version, deadline)
         spelt = encode(packed).to_bytes()
         if self._planned is None or self._planned[0] != spelt:
             layouts = {source: read_layout(layout) for source, layout in packed.items()}
@@ -320,8 +321,7 @@ class WeightReceiver:
     def _checked(self, source: str, version: int, answer: Tree, deadline: Deadline) -> Arrays:
         """Returns the arrays of a source on this host, in place, once their digests are checked."""
         since = time.monotonic()
-        args = (self._name, version, self._number)
-        ask = partial(self._caller.request, source, SERVICE, "digests", args, timeout_s=deadline.left_s)
+        ask = partial(self._call, source, "digests", version, deadline)
         arrays = self._reader.check(source, self._name, version, answer, ask)
         self._checking_s += time.monotonic() - since
         return arrays
@@ -363,8 +363,7 @@ class WeightReceiver:
         buckets = [moves[slice(*bounds)] for bounds in _runs(sizes, min(self._bucket_bytes, _FETCHED_BYTES))]
 
         def put(bucket: Sequence[tuple[str, _Move]], base: int | None) -> bool:
-            args = (self._name, version, self._number, stamp, _bounds(bucket), base)
-            came = self._caller.request(source, SERVICE, "slices", args, timeout_s=deadline.left_s)
+            came = self._call(source, "slices", version, deadline, stamp, _bounds(bucket), base)
             self._moved_bytes += sum(int(found.nbytes) for found, _ in came)
             for (name, move), (found, expected) in zip(bucket, came, strict=True):
                 since = time.monotonic()

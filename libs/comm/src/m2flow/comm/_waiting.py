@@ -16,7 +16,7 @@ class Refusal(NamedTuple):
     peers: tuple[str, ...] = ()
 
 
-Answer = Callable[[Sequence[Entry], Refusal | None], None]
+RequestId = tuple[Hashable, int]
 
 
 class Caller(NamedTuple):
@@ -25,15 +25,12 @@ class Caller(NamedTuple):
     session: Hashable
     member: str
     request: int
-    answer: Answer
+    answer: Callable[[Sequence[Entry], Refusal | None], None]
 
     @property
-    def asked(self) -> "RequestId":
+    def asked(self) -> RequestId:
         """What it asked for, as who withdraws it says."""
         return self.session, self.request
-
-
-RequestId = tuple[Hashable, int]
 
 
 @dataclass(slots=True, eq=False)

@@ -19,10 +19,11 @@ from m2flow.comm._changes import Changes, changed
 from m2flow.comm._copies import Copies, Draft, Parts, Turn, held, is_near
 from m2flow.comm._copying import Copy, copier
 from m2flow.comm._deadline import Deadline
+from m2flow.comm._layouts import Laid, read_layout
 from m2flow.comm.errors import CommError, PayloadError, PeerLostError, TimeoutError_
 from m2flow.comm.payload import Tree, encode
 from m2flow.comm.resharding import Box, Piece, cover, run
-from m2flow.comm.weights import SERVICE, Arrays, Laid, WeightReader, digest, read_layout, reader_numbers
+from m2flow.comm.weights import SERVICE, Arrays, WeightReader, digest, reader_numbers
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 # What is fetched at a time at most: memory of which the C library has some at hand, where more would be fresh pages.

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Set
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -32,6 +32,10 @@ from m2flow.comm._sockets import SocketDirectory, check_name
 from m2flow.comm._unix import UnixLink
 from m2flow.comm.errors import CommError, PeerLostError, system_refuses
 from m2flow.comm.routing import Address, Backend, route
+from m2flow.comm.tls import Tls
+
+if TYPE_CHECKING:
+    from m2flow.comm._grpc import GrpcLink, Streams
 
 _HELLO_TIMEOUT_S = 5.0
 _REDIAL_S = 0.01
@@ -62,7 +66,7 @@ class Fabric:
         *,
         quota_bytes: int,
         connect_timeout_s: float,
-        tls: object,
+        tls: Tls | None,
         by_reference: bool,
         allow_pickle: bool,
         max_payload_bytes: int,
@@ -97,11 +101,10 @@ class Fabric:
             max_payload_bytes=max_payload_bytes,
         )
         self._connect_timeout_s = connect_timeout_s
-        # The gRPC side: names and addresses of peers on other hosts, and the module and streams once they are needed.
+        # The gRPC side: names and addresses of peers on other hosts, and the streams once they are needed.
         self._addresses: dict[str, str] = {}
         self._tls = tls
-        self._grpc: Any = None
-        self._streams: Any = None
+        self._streams: Streams | None = None
         # Given when it starts.
         self._on_frame: dict[Kind, OnFrame]
         self._on_prompt_call: OnPromptCall
@@ -154,17 +157,19 @@ class Fabric:
             known = self._known(peer)
             if known is not None:
                 return known
-            address = self._addresses.get(peer)
-            connection, link = self._new(peer, self._grpc_link if self._backend_to(peer) == "grpc" else UnixLink)
+            if self._backend_to(peer) == "grpc":
+                connection, stream = self._new(peer, self._grpc_link)
+                assert self._streams is not None
+                dial = partial(self._streams.dial, self._addresses[peer], stream)
+            else:
+                connection, link = self._new(peer, UnixLink)
+                # As the io thread: a KeyboardInterrupt would leave a connection that nobody dials.
+                dial = partial(self.loop.call, partial(self._dial, connection, link, time.monotonic()))
             # Before any other thread finds the connection: nothing may go out ahead of the hello.
             connection.send(Kind.HELLO, 0, self.identity.hello())
             self._dialled[peer] = connection
             self._all.add(connection)
-        if isinstance(link, UnixLink):
-            # As the io thread: a KeyboardInterrupt would leave a connection that nobody dials.
-            self.loop.call(partial(self._dial, connection, link, time.monotonic()))
-        else:
-            self._streams.dial(address, link)
+        dial()
         return connection
 
     def _known(self, peer: str) -> Connection | None:
@@ -226,8 +231,7 @@ class Fabric:
             return
         # Once closed it dials nobody.
         if address and not self._closed:
-            self._remote()
-            self._grpc.check_address(address)
+            self._remote().check_address(address)
         with self._lock:
             if address:
                 self._addresses[peer] = address
@@ -237,7 +241,7 @@ class Fabric:
     def listen(self, address: str) -> str:
         """Listens over gRPC too; returns the address bound."""
         self.check_open()
-        return str(self._remote().listen(address, self._accept_stream))
+        return self._remote().listen(address, self._accept_stream)
 
     def in_this_process(self, peer: str) -> "Fabric | None":
         """Returns a peer of the same run in this process, if both hand objects over, or this very endpoint."""
@@ -312,24 +316,24 @@ class Fabric:
         )
         return connection, link
 
-    def _grpc_link(self, loop: Loop, *, on_frame: Any, take: Any, on_closed: Any) -> Link:
+    def _grpc_link(self, loop: Loop, *, on_frame: Any, take: Any, on_closed: Any) -> "GrpcLink":
         """The io thread deals with all that comes over gRPC."""
-        link: Link = self._grpc.GrpcLink(loop, self._streams, on_frame=on_frame, on_closed=on_closed)
-        return link
+        assert self._streams is not None
+        return self._streams.link(on_frame=on_frame, on_closed=on_closed)
 
-    def _remote(self) -> Any:
+    def _remote(self) -> "Streams":
         """Returns the gRPC side, which is imported and started when it is first needed."""
         with self._lock:
             if self._streams is None:
                 name, token = self.identity.name, self.identity.token
                 try:
-                    self._grpc = importlib.import_module("m2flow.comm._grpc")
-                    self._streams = self._grpc.Streams(name, self.loop, token, self._connect_timeout_s, self._tls)
+                    remote = importlib.import_module("m2flow.comm._grpc")
+                    self._streams = remote.Streams(name, self.loop, token, self._connect_timeout_s, self._tls)
                 except OSError as error:
                     raise system_refuses("start gRPC", error) from error
             return self._streams
 
-    def _accept_stream(self) -> Link:
+    def _accept_stream(self) -> "GrpcLink":
         with self._lock:
             connection, link = self._new("", self._grpc_link)
             self._all.add(connection)

@@ -86,7 +86,7 @@ class Fabric:
         except OSError as error:
             self._leave_directory()
             raise system_refuses(f"make endpoint {identity.name!r}", error) from error
-        self.pool = Pool(quota_bytes, on_retire=self._retire)
+        self.pool = Pool(quota_bytes, on_retire=self._retire, readers=self._readers)
         self.released = Released(self.loop.wake)
         self.blanks = Blanks(self.pool, self.released)
         self.mailbox = Mailbox(quota_bytes)
@@ -505,6 +505,10 @@ class Fabric:
             connection.link.abandon()
 
     # Memory.
+
+    def _readers(self) -> set[str]:
+        """Returns the peers that were lent shared memory of this process; takes no lock: the caller has the pool's."""
+        return {connection.peer for connection in list(self._all) if connection.lends}
 
     def _send_releases(self) -> None:
         if self.released:

@@ -558,8 +558,7 @@ class Channel:
         except BaseException as error:
             connection.take_back(packed)
             if deadline.ended(error) and not isinstance(error, TimeoutError_):
-                peer = f"readers to let go of shared memory ({error})"
-                raise self._timed_out(key, peer, deadline) from error
+                raise self._timed_out(key, str(error), deadline) from error
             raise
         return packed
 

@@ -198,8 +198,7 @@ class Endpoint:
         except TimeoutError as error:
             if not deadline.ended(error):
                 raise
-            waited_for = f"readers, or this program, to let go of shared memory ({error})"
-            raise TimeoutError_(channel="empty", key=None, peer=waited_for, elapsed_s=deadline.elapsed_s) from error
+            raise TimeoutError_(channel="empty", key=None, peer=str(error), elapsed_s=deadline.elapsed_s) from error
 
     # Calls.
 
@@ -307,8 +306,8 @@ class Endpoint:
         except TimeoutError as error:
             if not for_memory.ended(error):
                 raise
-            call, waited_for = _name(service, method), f"{peer} or another reader to let go of shared memory ({error})"
-            raise TimeoutError_(channel=call, key=None, peer=waited_for, elapsed_s=deadline.elapsed_s) from error
+            call = _name(service, method)
+            raise TimeoutError_(channel=call, key=None, peer=str(error), elapsed_s=deadline.elapsed_s) from error
         try:
             request = comm_pb2.CallRequest(service=service, method=method, args=message_of(payload))
         except (TypeError, ValueError) as error:

@@ -138,7 +138,7 @@ class WeightStore:
             except TimeoutError as error:
                 if not deadline.ended(error):
                     raise
-                raise _timed_out(name, f"a reader to let go of shared memory ({error})", deadline) from error
+                raise _timed_out(name, str(error), deadline) from error
             finally:
                 self._publish(name, line, version, staged)
         finally:

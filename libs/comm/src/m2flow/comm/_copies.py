@@ -369,8 +369,8 @@ class Turn:
             if leader is None:
                 return
             if self._deadline.left_s == 0:
-                peer, elapsed_s = leader or "another receiver of this host", self._deadline.elapsed_s
-                raise TimeoutError_(channel=f"{SERVICE}.turn", key=self._about, peer=peer, elapsed_s=elapsed_s)
+                peer = leader or "another receiver of this host"
+                raise self._deadline.timed_out(f"{SERVICE}.turn", peer, self._about)
             if self._copies.closed:
                 raise CommError(f"endpoint {self._copies.caller.name!r} is closed")
             if leader == stopped:

@@ -275,8 +275,7 @@ class Asked:
         return CommError(f"channel {self._channel!r}: {failure.message}")
 
     def _timed_out(self, peers: tuple[str, ...]) -> TimeoutError_:
-        peer = ", ".join(peers) or self._connection.peer
-        return TimeoutError_(channel=self._channel, key=self._key, peer=peer, elapsed_s=self.deadline.elapsed_s)
+        return self.deadline.timed_out(self._channel, ", ".join(peers) or self._connection.peer, self._key)
 
 
 def take_back(asked: Sequence[Asked]) -> None:

@@ -198,7 +198,7 @@ class Endpoint:
         except TimeoutError as error:
             if not deadline.ended(error):
                 raise
-            raise TimeoutError_(channel="empty", key=None, peer=str(error), elapsed_s=deadline.elapsed_s) from error
+            raise deadline.timed_out("empty", str(error)) from error
 
     # Calls.
 
@@ -236,8 +236,7 @@ class Endpoint:
             # The time is over, the peer is lost, or a signal's handler has raised this.
             reply.add_done_callback(partial(_discard, connection))
             if deadline.ended(error):
-                call = f"{service}.{method}"
-                raise TimeoutError_(channel=call, key=None, peer=peer, elapsed_s=deadline.elapsed_s) from None
+                raise deadline.timed_out(f"{service}.{method}", peer) from None
             raise
         return read_answer(connection, body)
 
@@ -298,16 +297,14 @@ class Endpoint:
         encoded = encode(args)
         connection = self._fabric.connection(peer)
         if not connection.wait_for_room(deadline):
-            call = _name(service, method)
-            raise TimeoutError_(channel=call, key=None, peer=peer, elapsed_s=deadline.elapsed_s)
+            raise deadline.timed_out(_name(service, method), peer)
         for_memory = Deadline(0.0) if self._fabric.loop.inside() else deadline
         try:
             payload = connection.pack(encoded, for_memory)
         except TimeoutError as error:
             if not for_memory.ended(error):
                 raise
-            call = _name(service, method)
-            raise TimeoutError_(channel=call, key=None, peer=str(error), elapsed_s=deadline.elapsed_s) from error
+            raise deadline.timed_out(_name(service, method), str(error)) from error
         try:
             request = comm_pb2.CallRequest(service=service, method=method, args=message_of(payload))
         except (TypeError, ValueError) as error:

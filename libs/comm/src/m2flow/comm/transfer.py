@@ -237,8 +237,7 @@ class WeightReceiver:
             traceback.clear_frames(error.__traceback__)
             if isinstance(error, TimeoutError_) and error.channel.startswith(SERVICE) and deadline.ended(error):
                 # It counts from when the calls before the last had their answers.
-                channel, peer, elapsed_s = error.channel, error.peer, deadline.elapsed_s
-                raise TimeoutError_(channel=channel, key=error.key, peer=peer, elapsed_s=elapsed_s) from error
+                raise deadline.timed_out(error.channel, error.peer, error.key) from error
             raise
         finally:
             for source in self._sources:
@@ -280,8 +279,7 @@ class WeightReceiver:
         except TimeoutError as error:
             if not deadline.ended(error):
                 raise
-            call = f"{SERVICE}.{method}"
-            raise TimeoutError_(channel=call, key=None, peer=source, elapsed_s=deadline.elapsed_s) from None
+            raise deadline.timed_out(f"{SERVICE}.{method}", source) from None
 
     def _plan(self, version: int, deadline: Deadline, mapped: Mapping[str, Tree]) -> tuple[Plan, Mapping[str, int]]:
         """Returns what covers each wanted box, and the stamps of the version at the sources that are not `mapped`.

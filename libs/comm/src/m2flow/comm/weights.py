@@ -23,7 +23,7 @@ from m2flow.comm._deadline import Deadline
 from m2flow.comm._layouts import packed_layout
 from m2flow.comm._segments import Pool, Slot, slot_bytes
 from m2flow.comm._tree import Bytes
-from m2flow.comm.errors import CommError, PayloadError, TimeoutError_
+from m2flow.comm.errors import CommError, PayloadError
 from m2flow.comm.payload import Encoded, Place, Tree, decode, encode, structure
 from m2flow.comm.resharding import Shard
 
@@ -124,7 +124,7 @@ class WeightStore:
         line = self._line(name)
         left_s = deadline.left_s
         if not line.staging.acquire(timeout=-1.0 if left_s is None else left_s):
-            raise _timed_out(name, "another thread that stages a version of it", deadline)
+            raise deadline.timed_out(f"{SERVICE}.stage", "another thread that stages a version of it", name)
         try:
             keys = list(arrays)
             checked = keys[line.num_staged % SAMPLE :: SAMPLE] if line.num_staged else keys
@@ -138,7 +138,7 @@ class WeightStore:
             except TimeoutError as error:
                 if not deadline.ended(error):
                     raise
-                raise _timed_out(name, str(error), deadline) from error
+                raise deadline.timed_out(f"{SERVICE}.stage", str(error), name) from error
             finally:
                 self._publish(name, line, version, staged)
         finally:
@@ -375,10 +375,6 @@ def _withdrawn(name: str, version: int, line: _Line) -> ValueError:
 
 def _only_offered(name: str, version: int) -> ValueError:
     return ValueError(f"weights {name!r} version {version} are only offered: stream them, or stage them")
-
-
-def _timed_out(name: str, waited_for: str, deadline: Deadline) -> TimeoutError_:
-    return TimeoutError_(channel=f"{SERVICE}.stage", key=name, peer=waited_for, elapsed_s=deadline.elapsed_s)
 
 
 class Known(NamedTuple):

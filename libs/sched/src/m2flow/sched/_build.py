@@ -20,7 +20,7 @@ from m2flow.sched._workflow import Workflow, one_rank_groups, reduce_graph
 from m2flow.sched.errors import InputError
 
 _MAX_UNITS = 64  # of one kind, when the quantum is chosen here
-_MAX_CELLS = 160  # of several kinds together
+_MAX_UNITS_EACH = 16  # of each of several kinds
 _MAX_CHUNKS = 64
 _CHUNK_CHOICES = 8
 
@@ -378,7 +378,7 @@ def _quanta(
             quanta.append(min(chosen[kind], total))
             continue
         quantum = gcd(*steps)
-        while total // quantum > (_MAX_UNITS if len(kinds) == 1 else 16):
+        while total // quantum > (_MAX_UNITS if len(kinds) == 1 else _MAX_UNITS_EACH):
             quantum *= 2
         quanta.append(min(quantum, total))
     return tuple(quanta)

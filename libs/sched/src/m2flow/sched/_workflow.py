@@ -67,9 +67,6 @@ class Workflow:
     def groups(self) -> dict[str, flow_pb2.WorkerGroup]:
         return {g.name: g for g in self.graph.groups}
 
-    def node_of(self, stage: str) -> int:
-        return next(i for i, node in enumerate(self.nodes) if stage in node.stages)
-
 
 def reduce_graph(graph: flow_pb2.WorkflowGraph) -> Workflow:
     """Returns the nodes that cost device time, in a topological order of the graph.

@@ -12,7 +12,7 @@ import numpy as np
 from m2flow.sched._closed_form import iteration_seconds
 from m2flow.sched._coarse import BlockLeaves, row_of_code
 from m2flow.sched._problem import NO_PINS, Problem, independent
-from m2flow.sched._table import Floats, Rows
+from m2flow.sched._table import Floats
 from m2flow.sched._tree import Beside, Leaf, Pipe, Tree
 
 _STEPS = 24
@@ -108,21 +108,12 @@ class Stretched:
         codes = self._picks[run][level * size : (level + 1) * size]
         usable = [u for u in range(units + 1) if codes[u] >= 0 and (rows.run[codes[u]] <= 1 + 1e-9).all()]
         best = min(usable, key=lambda u: rows.seconds[codes[u]])
-        return _leaf_of(rows, int(codes[best]), run, self._problem, self.blocks[run], level, units)
-
-
-def _leaf_of(rows: Rows, row: int, run: int, problem: Problem, block: tuple[int, ...], level: int, units: int) -> Leaf:
-    return Leaf(
-        node=run,
-        name="+".join(problem.names[i] for i in block),
-        devices=tuple(int(p) for p in rows.picks[row]),
-        batches=int(rows.batches[row]),
-        offloaded=False,
-        chunks=problem.chunk_counts[level],
-        chunk_s=float(rows.seconds[row]),
-        switch_s=rows.switch_s,
-        units=int(rows.n[row]) % problem.grid.size if len(block) > 1 else units,
-    )
+        row, block = int(codes[best]), self.blocks[run]
+        name = "+".join(self._problem.names[i] for i in block)
+        # Members of a block are looked up again by its units: those of its row.
+        units = int(rows.n[row]) % size if len(block) > 1 else units
+        chunks = self._problem.chunk_counts[level]
+        return Leaf.of(rows, row, node=run, name=name, offloaded=False, chunks=chunks, units=units)
 
 
 def _side_by_side(leaves: list[Leaf]) -> Tree:

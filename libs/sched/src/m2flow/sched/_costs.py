@@ -119,10 +119,9 @@ def build_costs(
         taken.setdefault(sample.stage, []).append(sample)
     models = {m.stage: m for m in profile.models}
     groups, stages, memory = workflow.groups, {}, {}
-    group_of = {s.name: s.group for s in workflow.graph.stages}
     for node in workflow.nodes:
         for stage in node.stages:
-            group, model, samples = groups[group_of[stage]], models.get(stage), taken.get(stage, [])
+            group, model, samples = groups[workflow.stages[stage].group], models.get(stage), taken.get(stage, [])
             layout = layout_for(samples, group.devices_per_rank)
             alone = _alone(stage, samples, layout, notes)
             fitted = fit_stage(alone, layout=layout, lengths=samples) if alone else None
@@ -131,11 +130,10 @@ def build_costs(
             if held is not None:
                 memory[stage] = held
     bytes_per_s, latency_s = links(cluster)
-    kinds_of = {s.name: s.kind for s in workflow.graph.stages}
     hosts = {
         s: fit_stage(_alone(s, samples, (1, 1), notes), lengths=samples)
         for s, samples in taken.items()
-        if s in kinds_of and s not in stages and kinds_of[s] != flow_pb2.STAGE_KIND_PUBLISH
+        if s in workflow.stages and s not in stages and workflow.stages[s].kind != flow_pb2.STAGE_KIND_PUBLISH
     }
     return Costs(
         workflow=workflow,

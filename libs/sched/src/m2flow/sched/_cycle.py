@@ -47,13 +47,12 @@ def cycle_rows(
 ) -> Rows:
     """The fastest way in turns, and the fastest way spread, of every device code."""
     spec = workflow.nodes[node]
-    group_of = {s.name: s.group for s in workflow.graph.stages}
-    stages_of = {g: tuple(s for s in spec.stages if group_of[s] == g) for g in spec.groups}
+    stages_of = {g: tuple(s for s in spec.stages if workflow.stages[s].group == g) for g in spec.groups}
     options = {g: lookup.options(g, pins) for g in spec.groups}
     found: list[tuple[Ints, Floats, Ints, int, Floats, Floats, Floats]] = []
 
     def seconds(group: str, devices: Ints, batches: int) -> Floats:
-        others = frozenset(s for s in spec.stages if group_of[s] != group) | beside if batches else beside
+        others = frozenset(s for s in spec.stages if s not in stages_of[group]) | beside if batches else beside
         total = np.zeros(len(devices))
         for stage in stages_of[group]:
             items = workflow.volumes[stage] / chunks / max(batches, 1)

@@ -243,8 +243,9 @@ class Lookup:
     def _rows(self, node: int, counts: tuple[int, ...], beside: frozenset[str], pins: Mapping[str, int]) -> Rows:
         spec = self._workflow.nodes[node]
         if spec.cyclic:
+            options = {g: self.options(g, pins) for g in spec.groups}
             parts = [
-                cycle_rows(self._workflow, self._costs, self, node, k, beside, pins, self._grid, self._fraction)
+                cycle_rows(self._workflow, self._costs, options, node, k, beside, self._grid, self._fraction)
                 for k in counts
             ]
             return stacked(parts, self._grid)

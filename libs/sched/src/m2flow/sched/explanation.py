@@ -91,14 +91,14 @@ def _none(found: Found) -> str:
 def _binding(model: Model, base: Choice) -> list[str]:
     """What would save 1% or more if it were easier, most first."""
     found: list[tuple[float, str]] = []
-    for what, changed in _reliefs(model):
+    for what, changed in _reliefs(model, base):
         if changed is not None and changed.seconds < 0.99 * base.seconds:
             saved = 1 - changed.seconds / base.seconds
             found.append((saved, f"{what} would save {saved:.1%} ({changed.seconds:.4g} s, {changed.shape})"))
     return [line for _, line in sorted(found, key=lambda f: -f[0])]
 
 
-def _reliefs(model: Model) -> Iterator[tuple[str, Choice | None]]:
+def _reliefs(model: Model, base: Choice) -> Iterator[tuple[str, Choice | None]]:
     for stage in (s for node in model.workflow.nodes for s in node.stages):
         yield f"{stage} a fifth faster", _best(what_if(model, seconds={stage: 0.8}))
     if any(pool.spec.memory_bytes for pool in model.pools.values()):
@@ -106,9 +106,7 @@ def _reliefs(model: Model) -> Iterator[tuple[str, Choice | None]]:
     if model.request.profile.switches:
         yield "switching for nothing", _best(what_if(model, switching=0.0))
     if model.problem.sync_s:
-        best = _best(model)
-        if best is not None:
-            yield "publishing weights for nothing", replace(best, seconds=best.seconds - model.problem.sync_s)
+        yield "publishing weights for nothing", replace(base, seconds=base.seconds - model.problem.sync_s)
 
 
 def _sensitivities(model: Model, base: Choice) -> list[sched_pb2.Sensitivity]:

@@ -12,7 +12,7 @@ from m2flow.sched._hand_offs import lately
 from m2flow.sched._series import layout_for
 from m2flow.sched._table import Floats
 from m2flow.sched._workflow import Workflow
-from m2flow.sched.cost import Estimate, StageCost, assumed_stage, fit_corun, fit_stage, slowdown
+from m2flow.sched.cost import StageCost, assumed_stage, fit_corun, fit_stage, slowdown
 from m2flow.sched.memory import StageMemory, fit_memory
 from m2flow.sched.roofline import hardware_scale, roofline
 
@@ -30,6 +30,7 @@ class Costs:
         corun: See `fit_corun`.
         memory: By stage; missing where nothing is known.
         switches: By group.
+        syncs: Seconds of publication, by sender and receiver.
         hand_offs: By stage, where they were measured.
         notes: What was assumed or estimated, in words.
         scaled, switching: What-if: factors on the seconds of stages, and of onload and offload.
@@ -41,6 +42,7 @@ class Costs:
     corun: Mapping[tuple[str, frozenset[str]], float]
     memory: Mapping[str, StageMemory]
     switches: Mapping[str, sched_pb2.SwitchCost]
+    syncs: Mapping[tuple[str, str], float]
     latency_s: float
     bytes_per_s: float
     hand_offs: Mapping[str, float] = field(default_factory=dict)
@@ -75,8 +77,9 @@ class Costs:
         inputs = sum(edge.stage == stage for edge in self.workflow.edges)
         return self.hand_offs.get(stage, inputs * self.latency_s)
 
-    def estimate(self, stage: str, items: float, devices: int) -> Estimate:
-        return self.stages[stage].estimate(items, devices)
+    def sync_s(self, publish: flow_pb2.Stage) -> float:
+        """Seconds that a publish stage takes, with what passes before it."""
+        return self.syncs.get((publish.group, publish.to), 0.0) + self.hand_offs.get(publish.name, 0.0)
 
     def switch_s(self, group: str) -> tuple[float, float]:
         """Seconds of onload and of offload of a group; what was not measured takes its bytes at 10 GB/s."""
@@ -142,6 +145,7 @@ def build_costs(
         corun=fit_corun(profile.samples, stages),
         memory=memory,
         switches={s.group: s for s in profile.switches},
+        syncs={(s.source, s.target): s.seconds for s in profile.syncs},
         latency_s=profile.transfer_latency_s or latency_s,
         bytes_per_s=profile.transfer_bytes_per_s or bytes_per_s,
         hand_offs=lately(profile.hand_offs),

@@ -243,7 +243,8 @@ def estimates(model: Model, tree: Tree) -> Iterator[tuple[int, str, Estimate]]:
         for stage in node.stages:
             devices = leaf.devices[node.groups.index(model.workflow.stages[stage].group)]
             pieces = 1 if leaf.streams else leaf.chunks * max(leaf.batches, 1)
-            yield leaf.node, stage, model.costs.estimate(stage, model.workflow.volumes[stage] / pieces, devices)
+            items = model.workflow.volumes[stage] / pieces
+            yield leaf.node, stage, model.costs.stages[stage].estimate(items, devices)
 
 
 def peak_bytes(model: Model, tree: Tree, devices: Ids, offloaded: set[str]) -> dict[int, int]:

@@ -139,7 +139,7 @@ def _weighty(model: Model) -> list[str]:
     if not is_large(model.problem):
         return stages
     volumes = model.workflow.volumes
-    return sorted(stages, key=lambda s: (-model.costs.estimate(s, volumes[s], 1).seconds, s))[:_MOST_STAGES]
+    return sorted(stages, key=lambda s: (-model.costs.stages[s].estimate(volumes[s], 1).seconds, s))[:_MOST_STAGES]
 
 
 def _flip(base: Choice, change: Callable[[float], Model], furthest: float, steps: int) -> tuple[float, str] | None:

@@ -302,10 +302,9 @@ class _Loop:
 
 def _publication(model: Model, plan: flow_pb2.ExecutionPlan, publish: flow_pb2.Stage) -> Task:
     workflow = model.workflow
-    known = {(s.source, s.target): s.seconds for s in model.request.profile.syncs}
     devices = frozenset(d for g in plan.groups if g.group in (publish.group, publish.to) for d in g.device_ids)
     position = max((s.position for s in plan.stages if s.stage == publish.name), default=1 << 30)
-    cost = known.get((publish.group, publish.to), 0.0) + model.costs.hand_offs.get(publish.name, 0.0)
+    cost = model.costs.sync_s(publish)
     return Task(
         name=publish.name,
         devices=devices,

@@ -128,7 +128,7 @@ def build_costs(
             layout = layout_for(samples, group.devices_per_rank)
             alone = _alone(stage, samples, layout, notes)
             fitted = fit_stage(alone, layout=layout, lengths=samples) if alone else None
-            stages[stage] = _stage(stage, fitted, model, group, kinds.get(group.device_kind), profile, notes)
+            stages[stage] = _stage(stage, fitted, model, group, kinds[group.device_kind], profile, notes)
             held = fit_memory(alone, model, layout)
             if held is not None:
                 memory[stage] = held
@@ -181,28 +181,25 @@ def _stage(
     fitted: StageCost | None,
     model: sched_pb2.StageModel | None,
     group: flow_pb2.WorkerGroup,
-    pool: Pool | None,
+    pool: Pool,
     profile: sched_pb2.Profile,
     notes: list[str],
 ) -> StageCost:
     split = max(group.devices_per_rank, 1)
     roof = None
-    knows = model is not None and model.transformer.layers and model.prompt_tokens + model.new_tokens > 0
-    if knows and pool is not None and pool.spec.flops_per_s and pool.spec.memory_bytes_per_s:
-        assert model is not None
+    bounded = pool.spec.flops_per_s and pool.spec.memory_bytes_per_s
+    if bounded and model is not None and model.transformer.layers and model.prompt_tokens + model.new_tokens > 0:
         roof = roofline(model, pool.spec, split=split)
     if fitted is None:
         if roof is not None:
-            notes.append(
-                f"{stage}: no samples; a roofline of {pool.kind if pool else '?'}, right within a factor of two"
-            )
+            notes.append(f"{stage}: no samples; a roofline of {pool.kind}, right within a factor of two")
             return roof
         notes.append(
             f"{stage}: no samples and no model; assumed {_ASSUMED_S:g} s an item, right within a factor of ten"
         )
         return assumed_stage(_ASSUMED_S)
-    scale, error = hardware_scale(profile.measured_on, pool.spec) if pool else (1.0, 0.0)
-    if roof is not None and pool is not None and error > roof.noise:
+    scale, error = hardware_scale(profile.measured_on, pool.spec)
+    if roof is not None and error > roof.noise:
         notes.append(
             f"{stage}: measured on {_hardware(profile)}, too unlike these devices; a roofline of "
             f"{pool.kind}, right within a factor of two"

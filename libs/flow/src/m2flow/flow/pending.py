@@ -145,8 +145,8 @@ class Pending:
                 raise ValueError(f"submit: got item {item.id}, want {self.iteration}:{number}: make it with {want}")
 
     def _feed_until_full(self) -> None:
-        while wanting := [op for op in self._quotas if not self._is_full(op)]:
-            items = self._more(self._num_fed) if self._more is not None and wanting else []
+        while not all(self._is_full(op) for op in self._quotas):
+            items = self._more(self._num_fed) if self._more is not None else []
             if not items:
                 break
             self._feed(items)

@@ -101,10 +101,9 @@ class LocalLink(GrpcLink):
 
     def send(self, request: pb.SessionRequest) -> None:
         """Says something to the agent, or to ranks. Does not block."""
-        kind = request.WhichOneof("kind")
-        if kind in ("call", "attach", "cancel", "peers", "stop"):
-            self._control.send(addressees(request), request.SerializeToString())
-        if kind not in ("call", "attach", "cancel", "peers"):
+        if keys := addressees(request):
+            self._control.send(keys, request.SerializeToString())
+        if request.WhichOneof("kind") not in ("call", "attach", "cancel", "peers"):
             super().send(request)
 
     def close(self) -> None:

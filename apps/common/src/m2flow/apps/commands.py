@@ -22,7 +22,6 @@ from m2flow.apps.planning import (
     Planning,
     cluster_spec,
     fixed_plan,
-    plan_json,
 )
 from m2flow.apps.progress import Progress
 from m2flow.apps.report import write_report
@@ -32,7 +31,7 @@ from m2flow.apps.training import Driver, cluster_of, traced
 from m2flow.apps.yaml_tree import dump_yaml
 from m2flow.flow import Graph
 from m2flow.proto.sched.v1 import sched_pb2
-from m2flow.sched.files import read_message
+from m2flow.sched.files import read_message, to_json
 from m2flow.worker import Cluster, GroupSpec, Placement, launch_run
 
 __all__ = ["check", "evaluate", "plan", "report", "show_config", "train"]
@@ -98,7 +97,7 @@ def plan(app: App[C], arguments: argparse.Namespace) -> int:
     if answer.response.infeasible:
         return 1
     if arguments.output:
-        replace_file(arguments.output, plan_json(answer.response.plans[0].plan))
+        replace_file(arguments.output, to_json(answer.response.plans[0].plan))
     return 0
 
 

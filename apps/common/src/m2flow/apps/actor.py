@@ -72,7 +72,7 @@ class ActorWorker(Worker):
         from m2flow.apps.learning import Learner  # noqa: PLC0415
 
         keep_freed_pages()
-        self._config = config = ActorConfig(**{**self.config, "betas": tuple(self.config.get("betas", (0.9, 0.95)))})
+        self._config = config = ActorConfig(**self.config)
         if config.deterministic:
             self.context.compute_in_one_thread()
         self._learner = Learner(config)
@@ -171,7 +171,7 @@ def actor_group(
         "steps_per_iteration": minibatches * config.num_epochs,
         "microbatch_tokens": config.microbatch_tokens,
         "lr": config.optimiser.lr,
-        "betas": list(config.optimiser.betas),
+        "betas": config.optimiser.betas,
         "weight_decay": config.optimiser.weight_decay,
         "max_grad_norm": config.optimiser.max_grad_norm,
         "clip_low": config.loss.clip_low,

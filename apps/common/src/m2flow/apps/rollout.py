@@ -49,7 +49,7 @@ def rollout_group(config: LanguageModelConfig, weights: Path) -> GroupSpec:
         "samples_per_prompt": config.samples_per_prompt,
         "max_new_tokens": config.sampling.max_new_tokens,
         "temperature": config.sampling.temperature,
-        "stop": list(config.sampling.stop),
+        "stop": config.sampling.stop,
         "seed": config.seed,
         "dtype": config.model.rollout_dtype,
         "deterministic": config.deterministic,
@@ -75,8 +75,7 @@ class RolloutWorker(Worker):
         )
 
         keep_freed_pages()
-        config = RolloutConfig(**{**self.config, "stop": tuple(self.config.get("stop", ("\n",)))})
-        self._config = config
+        self._config = config = RolloutConfig(**self.config)
         if config.deterministic:
             self.context.compute_in_one_thread()
         self._tokenizer = load_tokenizer(config.model)

@@ -54,8 +54,8 @@ def resume(app: App[C], arguments: argparse.Namespace) -> int:
     """Goes on with a run from its newest checkpoint, under any plan and on any number of devices."""
     run = RunDirectory.open(arguments.resume)
     with run.held():
-        checkpoint, state = newest_checkpoint(run.path)
-        config = resolve_config(app, arguments.settings, base=run.path)
+        checkpoint, state = newest_checkpoint(run)
+        config = resolve_config(app, arguments.settings, base=run)
         refuse_idle_resume(config, state)
         _refuse(_problems(app, config, resuming=True))
         run.drop_after(state.step)

@@ -11,7 +11,7 @@ import yaml
 
 from m2flow.apps.checkpoint import latest_checkpoint
 from m2flow.apps.run_directory import RunDirectory
-from m2flow.apps.trace_check import trace_problems
+from m2flow.apps.testing.trace_check import trace_problems
 from m2flow.apps.training import _skipped
 from m2flow.flow import load_plan
 

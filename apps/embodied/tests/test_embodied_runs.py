@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from m2flow.apps.trace_check import trace_problems
+from m2flow.apps.testing.trace_check import trace_problems
 from m2flow.embodied.cli import main
 
 Row = dict[str, Any]

@@ -8,7 +8,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from m2flow.apps.app import Job, StepOutcome
@@ -66,8 +66,8 @@ class Driver:
     cluster: Cluster
     planning: Planning
     progress: Progress
-    first_step: int = 1
-    in_flight: Mapping[str, Sequence[Item]] = field(default_factory=dict)
+    first_step: int
+    in_flight: Mapping[str, Sequence[Item]]
 
     def __post_init__(self) -> None:
         self._under_way: deque[Pending] = deque()

@@ -4,7 +4,7 @@ serve   waits to be joined by a driver, as `launch_run(agents={node: AgentAddres
 reward  serves a reward function as `m2flow.proto.algos.v1.RewardService`
 agent   a launcher's agent; it reads what it needs from standard input
 rank    a rank of an agent that cannot fork it
-tasks   a reward pool's template
+tasks   a task pool's template
 """
 
 import argparse

@@ -123,6 +123,17 @@ def test_a_resume_that_would_do_nothing_or_something_else_is_refused(
     assert run.metrics.read_text() == before
 
 
+def test_a_run_is_measured_by_its_own_settings_unless_a_recipe_is_named(toy: Toy, tmp_path: Path) -> None:
+    run, _ = _train(toy, tmp_path / "run", "num_steps=2")
+    assert "cpu_slots: 2" in run.config.read_text()
+    run.config.write_text(run.config.read_text().replace("cpu_slots: 2", "cpu_slots: 4096"))
+    for checkpoint in (run.path, run.checkpoints / "step_2"):
+        (run.checkpoints / "step_2" / "config.json").touch()
+        assert "cpu_slots: got 4096, want" in toy("eval", "--checkpoint", str(checkpoint)).err
+        ended = toy("eval", "small", "--checkpoint", str(checkpoint), "launcher=inproc")
+        assert ended.code == 0, ended.err
+
+
 def test_a_failing_worker_is_named_first_and_the_files_are_kept(toy: Toy, tmp_path: Path) -> None:
     run, ended = _train(toy, tmp_path / "run", "fails_at=3")
     assert ended.code == 1

@@ -26,7 +26,7 @@ from m2flow.apps.planning import (
 from m2flow.apps.progress import Progress
 from m2flow.apps.report import write_report
 from m2flow.apps.run_directory import RunDirectory
-from m2flow.apps.settings import find_checkpoint, newest_checkpoint, refuse_idle_resume, resolve_config
+from m2flow.apps.settings import find_checkpoint, newest_checkpoint, refuse_idle_resume, resolve_config, run_of
 from m2flow.apps.training import Driver, cluster_of, traced
 from m2flow.apps.yaml_tree import dump_yaml
 from m2flow.flow import Graph
@@ -64,9 +64,11 @@ def resume(app: App[C], arguments: argparse.Namespace) -> int:
 
 
 def evaluate(app: App[C], arguments: argparse.Namespace) -> int:
-    """Prints how good a model is on held-out problems."""
+    """Prints how good a model is on held-out problems: by a run's settings where it is a run's, else by a recipe's."""
     checkpoint = find_checkpoint(arguments.checkpoint) if arguments.checkpoint else None
-    config = resolve_config(app, arguments.settings)
+    recipe_named = arguments.settings and "=" not in arguments.settings[0]
+    base = None if checkpoint is None or recipe_named else run_of(checkpoint)
+    config = resolve_config(app, arguments.settings, base=base)
     checks = [lambda: app.problems(config)]
     if checkpoint is None:
         checks.append(lambda: app.model_problems(config))

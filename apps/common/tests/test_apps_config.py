@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from m2flow.apps.batch import batch_problems, derived_numbers
 from m2flow.apps.config import RunConfig, load_config
 from m2flow.apps.errors import ConfigError
 from m2flow.apps.language import LanguageModelConfig
@@ -139,10 +138,10 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_batch_words_that_do_not_divide_name_what_would() -> None:
     path_words = LanguageModelConfig(prompts_per_step=6, samples_per_prompt=4, minibatch_size=16)
-    (problem,) = batch_problems(path_words)
+    (problem,) = path_words.batch_problems()
     assert problem.startswith("minibatch_size: got 16, want a multiple of samples_per_prompt (4)")
     assert problem.endswith("set it to one of 4, 8, 12, 24")
-    assert batch_problems(replace(path_words, minibatch_size=12)) == []
+    assert replace(path_words, minibatch_size=12).batch_problems() == []
 
 
 def test_batch_words_are_checked_when_a_config_is_loaded(tmp_path: Path) -> None:
@@ -155,7 +154,7 @@ def test_batch_words_are_checked_when_a_config_is_loaded(tmp_path: Path) -> None
 
 def test_derived_numbers() -> None:
     words = LanguageModelConfig(num_steps=10, prompts_per_step=6, samples_per_prompt=4, minibatch_size=12, num_epochs=3)
-    assert derived_numbers(words) == {
+    assert words.derived_numbers() == {
         "samples_per_step": 24,
         "groups_per_minibatch": 3,
         "minibatches_per_epoch": 2,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from m2flow.apps.testing import example_trace
-from m2flow.apps.trace_check import trace_problems
+from m2flow.apps.testing.trace_check import trace_problems
 
 Trace = dict[str, Any]
 

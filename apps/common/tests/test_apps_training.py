@@ -11,7 +11,7 @@ import yaml
 
 from m2flow.apps.checkpoint import latest_checkpoint
 from m2flow.apps.run_directory import RunDirectory
-from m2flow.apps.trace_check import trace_problems
+from m2flow.apps.testing.trace_check import trace_problems
 from m2flow.apps.training import _skipped
 from m2flow.flow import load_plan
 
@@ -121,6 +121,17 @@ def test_a_resume_that_would_do_nothing_or_something_else_is_refused(
     assert ended.code == 2
     assert said in ended.err
     assert run.metrics.read_text() == before
+
+
+def test_a_run_is_measured_by_its_own_settings_unless_a_recipe_is_named(toy: Toy, tmp_path: Path) -> None:
+    run, _ = _train(toy, tmp_path / "run", "num_steps=2")
+    assert "cpu_slots: 2" in run.config.read_text()
+    run.config.write_text(run.config.read_text().replace("cpu_slots: 2", "cpu_slots: 4096"))
+    for checkpoint in (run.path, run.checkpoints / "step_2"):
+        (run.checkpoints / "step_2" / "config.json").touch()
+        assert "cpu_slots: got 4096, want" in toy("eval", "--checkpoint", str(checkpoint)).err
+        ended = toy("eval", "small", "--checkpoint", str(checkpoint), "launcher=inproc")
+        assert ended.code == 0, ended.err
 
 
 def test_a_failing_worker_is_named_first_and_the_files_are_kept(toy: Toy, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from m2flow.apps.trace_check import trace_problems
+from m2flow.apps.testing.trace_check import trace_problems
 from m2flow.embodied.cli import main
 
 Row = dict[str, Any]
@@ -125,6 +125,6 @@ def test_a_resumed_run_equals_the_unbroken_one(train: Callable[..., Run], learne
 
 
 def test_a_checkpoint_is_measured_by_itself(learned: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "point", "--checkpoint", str(learned.path), "launcher=inproc"]) == 0
+    assert main(["eval", "--checkpoint", str(learned.path), "launcher=inproc"]) == 0
     said = dict(line.split() for line in capsys.readouterr().out.splitlines())
     assert float(said["eval/success_at_end"]) == pytest.approx(learned.series("eval/success_at_end")[-1], abs=1e-3)

@@ -386,7 +386,7 @@ def test_bad_input_is_refused_and_costs_nothing(make_endpoint: Any) -> None:
 def test_it_waits_for_the_quota_and_says_so(make_endpoint: Any) -> None:
     endpoint = make_endpoint("p", quota_bytes=1 << 20)
     kept = [endpoint.empty(400_000, np.uint8) for _ in range(2)]
-    with pytest.raises(TimeoutError_, match="shared memory"):
+    with pytest.raises(TimeoutError_, match=r"'empty': waited 0\.\d+ s for this program to let go of shared memory"):
         endpoint.empty(400_000, np.uint8, timeout_s=0.05)
     kept.pop()
     endpoint.empty(400_000, np.uint8, timeout_s=30)

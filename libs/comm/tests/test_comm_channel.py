@@ -222,7 +222,7 @@ def test_put_waits_for_memory_and_says_so_when_it_does_not_come(make_endpoint: A
     array = np.zeros(1 << 17)
     puts.put(array)
     puts.put(array)
-    with pytest.raises(TimeoutError_, match="readers to let go of shared memory"):
+    with pytest.raises(TimeoutError_, match=r" s for host, who reads .* to let go of shared memory: 2\d+ bytes"):
         puts.put(array, timeout_s=0.1)
     thread = threading.Thread(target=puts.put, args=(array,), daemon=True)
     thread.start()
@@ -239,7 +239,9 @@ def test_a_full_channel_makes_put_wait_and_put_nowait_raise(ends: Any) -> None:
         producer.put(index)
     with pytest.raises(ChannelFullError, match="'q' is full"):
         producer.put_nowait(4)
-    with pytest.raises(TimeoutError_, match=r"channel 'q', key 'k': waited 0\.\d+ s for c, c2"):
+    with pytest.raises(
+        TimeoutError_, match=r"channel 'q', key 'k': waited 0\.\d+ s for c, c2 to take an item: the channel is full$"
+    ):
         producer.put(4, key="k", timeout_s=0.05)
     thread = threading.Thread(target=producer.put, args=(4,), daemon=True)
     thread.start()
@@ -578,7 +580,9 @@ def test_async_forms_commit_end_and_close_and_their_timeouts_name_the_channel(ma
             await consumer.aget(key="k", ack=leases, timeout_s=0.02)
         for _ in range(4):
             await producer.aput("fills it")
-        with pytest.raises(TimeoutError_, match=r"channel 'q': waited 0\.\d+ s for c, c2"):
+        with pytest.raises(
+            TimeoutError_, match=r"channel 'q': waited 0\.\d+ s for c, c2 to take an item: the channel is full$"
+        ):
             await producer.aput("one more", timeout_s=0.02)
         for client in (producer, make_endpoint("p2").channel("q", host="host")):
             await client.aend(2)

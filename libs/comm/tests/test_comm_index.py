@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from m2flow.comm._entries import Entry, Held
+from m2flow.comm._entries import Entry, Filter, Held
 from m2flow.comm._index import ChannelIndex
-from m2flow.comm._views import Filter
 from m2flow.comm._waiting import Caller, Refusal
 
 

@@ -8,9 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from m2flow.comm._entries import Entry, Held
+from m2flow.comm._entries import Entry, Filter, Held
 from m2flow.comm._index import ChannelIndex
-from m2flow.comm._views import Filter
 from m2flow.comm._waiting import Caller, Refusal
 
 PRODUCERS, SPARES, CONSUMERS = ["p", "q"], ["r", "s"], ["c", "d", "e"]

@@ -50,7 +50,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
-        return bool(_torch.to_bytes(a)[2].tobytes() == _torch.to_bytes(b)[2].tobytes())
+        return bool(_torch.bytes_of(a).tobytes() == _torch.bytes_of(b).tobytes())
     if isinstance(a, float):
         return struct.pack("<d", a) == struct.pack("<d", b)
     if isinstance(a, dict):

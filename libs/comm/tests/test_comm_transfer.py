@@ -27,8 +27,8 @@ from m2flow.comm import (
     TimeoutError_,
     transfer,
 )
+from m2flow.comm._layouts import packed_layout, read_layout
 from m2flow.comm.resharding import cover, overlap, run, subtract
-from m2flow.comm.weights import packed_layout, read_layout
 
 boxes = st.integers(1, 3).flatmap(
     lambda ndim: st.tuples(

@@ -160,7 +160,7 @@ def test_weights_that_never_fit_are_refused_and_readers_are_waited_for_in_time(m
     with pytest.raises(CommError, match=rf"beside \d+ of other weights .* quota of {5 << 20} .* raise quota_bytes"):
         trainer.stage_weights("other", 1, weights)
     kept = rollout.fetch_weights("trainer", "policy", 2)
-    with pytest.raises(TimeoutError_, match=r"key 'policy': waited 0\.\d+ s for a reader to let go"):
+    with pytest.raises(TimeoutError_, match=r"key 'policy': waited 0\.\d+ s for rollout, who reads .* to let go"):
         trainer.stage_weights("policy", 3, weights, timeout_s=0.05)
     with pytest.raises(RemoteError, match="version 2 are withdrawn, want one after 2"):
         rollout.fetch_weights("trainer", "policy", 2)

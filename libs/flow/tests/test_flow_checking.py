@@ -130,7 +130,7 @@ def test_a_rank_that_no_launcher_would_place_is_refused(graph, cluster):
     message = graph.to_proto()
     for own in message.groups:
         own.devices_per_rank = 0
-    wide = Graph.from_proto(message)
+    wide = Graph(message)
     plan = temporal_plan(wide, cluster)
     check_plan(wide, plan, cluster)
     actor = group(plan, "actor")

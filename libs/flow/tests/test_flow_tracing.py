@@ -430,6 +430,6 @@ def test_text_mermaid_and_proto_show_every_stage(graph):
         assert f'"{name}"' in chart
     assert "[32 -> 4]  by prompt" in text
     assert chart.startswith("flowchart LR\n")
-    again = Graph.from_proto(graph.to_proto())
+    again = Graph(graph.to_proto())
     assert again.to_text() == text
     assert json_format.Parse(graph.to_json(), pb.WorkflowGraph()) == graph.to_proto()

@@ -89,7 +89,7 @@ def test_mistakes_are_named_where_they_are(tmp_path: pathlib.Path, text: str, me
 
 
 def test_a_missing_file_is_named(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(InputError, match=r"no\.yaml is not a file"):
+    with pytest.raises(InputError, match=r"^\S*no\.yaml is not a file, .*: check the path$"):
         read_message(tmp_path / "no.yaml", sched_pb2.Profile)
 
 

@@ -11,6 +11,8 @@ from m2flow.sched._bound import lower_bound
 from m2flow.sched._build import build
 from m2flow.sched._coarse import contractions, is_large
 from m2flow.sched._plans import best_plans
+from m2flow.sched._problem import NO_PINS
+from m2flow.sched._tree import leaves
 
 
 def layered(seed: int, stages: int, devices: int, memory: float) -> sched_pb2.PlanRequest:
@@ -96,6 +98,24 @@ def test_a_group_with_several_stages_of_a_large_graph_has_one_set_of_devices(fir
         assert answer.lower_bound_s <= ranked.searched_s
         assert 0.7 * ranked.searched_s < ranked.simulated_s <= 1.15 * ranked.searched_s, ranked.shape
         assert ranked.peak_bytes <= 80
+
+
+def test_a_loop_in_a_layer_of_a_long_pipeline_stays_spread_over_its_devices() -> None:
+    """What was searched as batches in flight on disjoint devices is not read back as turns on the same ones."""
+    request = branched(7, 12)
+    for sample in request.profile.samples:
+        if sample.stage in ("s5", "s6"):  # no faster on more devices
+            sample.seconds = 5.0 * sample.items
+    request.workflow.streams.add(producer="s5", consumer="s6")
+    request.workflow.streams.add(producer="s6", consumer="s5", feedback=True, rounds=4)
+    problem = build(request).problem
+    assert is_large(problem)
+    loops = [leaf for plan in best_plans(problem, "", 20).plans for leaf in leaves(plan.tree) if leaf.name == "s5+s6"]
+    assert any(leaf.batches for leaf in loops)
+    for leaf in loops:
+        rows = problem.leaves(leaf.node, leaf.chunks > 1, 0, NO_PINS)
+        same = (rows.seconds == leaf.chunk_s) & (rows.picks == leaf.devices).all(axis=1)
+        assert leaf.batches in rows.batches[same]
 
 
 def test_many_stages_that_nothing_joins_are_planned() -> None:

@@ -1,7 +1,6 @@
 """The conformance suite on the launchers of this machine."""
 
 import tempfile
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -16,7 +15,8 @@ from m2flow.worker import (
     WorkerFailed,
     launch_run,
 )
-from m2flow.worker.launchers._agent_process import AgentOptions, AgentProcess
+from m2flow.worker.launchers._agent_process import AgentProcess
+from m2flow.worker.launchers._boot import AgentOptions
 from m2flow.worker.testing import Probe
 from m2flow.worker.testing.conformance import DEADLINE_S, LauncherConformance
 
@@ -50,7 +50,7 @@ class TestJoined(LauncherConformance):
 
     @classmethod
     def launch(cls) -> Session:
-        options = AgentOptions(Path(tempfile.mkdtemp(prefix="m2flow-")), "t", address="127.0.0.1:0")
+        options = AgentOptions(tempfile.mkdtemp(prefix="m2flow-"), "t", address="127.0.0.1:0")
         cls.agents.append(agent := AgentProcess(options))
         joined = {"node0": AgentAddress(agent.address, "t")}
         return launch_run(Cluster.virtual(2, memory_bytes=1 << 20), agents=joined, on_log=lambda *_: None)
@@ -123,4 +123,4 @@ def test_a_driver_that_cannot_hear_fails_instead_of_waiting_for_ever() -> None:
 
 def test_no_token_is_printed() -> None:
     assert "secret" not in repr(AgentAddress("host:1", "secret"))
-    assert "secret" not in repr(AgentOptions(Path("/run"), "secret"))
+    assert "secret" not in repr(AgentOptions("/run", "secret"))

@@ -16,6 +16,7 @@ import pytest
 
 from m2flow.proto.worker.v1.worker_pb2_grpc import WorkerServiceStub
 from m2flow.worker import AgentAddress, Cluster, LaunchError, WorkerFailed, launch_run
+from m2flow.worker.__main__ import main
 from m2flow.worker.testing import Probe, RetryProbe
 from m2flow.worker.testing.conformance import DEADLINE_S
 from m2flow.worker.testing.served import served
@@ -210,3 +211,21 @@ def test_the_robots_computer_is_in_another_network() -> None:
             [*ours, sys.executable, "-c", DRIVER, address], capture_output=True, text=True, timeout=50, check=False
         )
         assert answer.stdout.strip() == "['across'] ['a cable']", answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["serve", "no_such_module:Worker"], "serve: got 'no_such_module:Worker', want module:qualname"),
+        (["reward", "math:no_such"], "reward: got 'math:no_such', want module:qualname"),
+        (["reward", "math"], "reward: got 'math', want module:qualname"),
+        (["serve", PROBE, "--address", "7400"], "got '7400', want HOST:PORT"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_a_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = words if "--address" in words else [*words, "--address", "127.0.0.1:0"]
+    with pytest.raises(SystemExit) as ended:
+        main(given)
+    assert said in f"{ended.value} {capsys.readouterr().err}"

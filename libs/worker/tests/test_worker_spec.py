@@ -33,13 +33,6 @@ def test_a_name_in_snake_case_without_worker() -> None:
     assert spec.group().name == "rollout"  # type: ignore[attr-defined]
 
 
-def test_a_typo_is_an_attribute_error_with_a_suggestion() -> None:
-    spec = Probe.group()
-    assert spec.echo == spec.method("echo")
-    with pytest.raises(AttributeError, match="group 'probe' has no method 'ecko': did you mean 'echo'"):
-        _ = spec.ecko
-
-
 def test_what_cannot_be_shipped_by_name_is_refused() -> None:
     class Local(Worker):
         pass

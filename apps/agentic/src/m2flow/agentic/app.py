@@ -11,7 +11,6 @@ from m2flow.agentic.recipe import grpo
 from m2flow.agentic.tools import ToolWorker
 from m2flow.apps.actor import actor_group
 from m2flow.apps.app import App, Job
-from m2flow.apps.batch import groups_per_minibatch
 from m2flow.apps.functions import function_problems
 from m2flow.apps.model import prepare_model
 from m2flow.apps.model_check import model_problems, room_problems
@@ -30,7 +29,7 @@ def _build(config: AgenticConfig, weights: Path, resume: Path | None) -> Job:
     return Job(
         program=partial(
             grpo,
-            groups_per_minibatch=groups_per_minibatch(config),
+            groups_per_minibatch=config.groups_per_minibatch,
             num_epochs=config.num_epochs,
             rounds=config.max_turns - 1.0,
         ),

@@ -1,6 +1,5 @@
 """What the m2flow applications share."""
 
-from m2flow.apps.batch import derived_numbers
 from m2flow.apps.config import TrainingConfig, load_config
 from m2flow.apps.errors import AppError, CheckFailed, CheckpointError, ConfigError, ResumeError, RunDirectoryError
 from m2flow.apps.parsing import build, setting
@@ -17,7 +16,6 @@ __all__ = [
     "RunDirectoryError",
     "TrainingConfig",
     "build",
-    "derived_numbers",
     "dump_yaml",
     "load_config",
     "merge_overrides",

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from m2flow.apps.batch import groups_per_minibatch
 from m2flow.apps.graded import Aggregation, Correction, own_versions
 from m2flow.apps.language import LanguageModelConfig
 from m2flow.worker import GroupSpec, Item, Worker, stage
@@ -72,7 +71,7 @@ class ActorWorker(Worker):
         from m2flow.apps.learning import Learner  # noqa: PLC0415
 
         keep_freed_pages()
-        self._config = config = ActorConfig(**{**self.config, "betas": tuple(self.config.get("betas", (0.9, 0.95)))})
+        self._config = config = ActorConfig(**self.config)
         if config.deterministic:
             self.context.compute_in_one_thread()
         self._learner = Learner(config)
@@ -164,14 +163,13 @@ def actor_group(
     imitate_max_steps: int = 1,
 ) -> GroupSpec:
     """The specification of a run's actor: on the model in `weights`, or on the state of the checkpoint `resume`."""
-    minibatches = config.prompts_per_step * config.samples_per_prompt // config.minibatch_size
     settings = {
         "model": str(weights),
-        "groups_per_minibatch": groups_per_minibatch(config),
-        "steps_per_iteration": minibatches * config.num_epochs,
+        "groups_per_minibatch": config.groups_per_minibatch,
+        "steps_per_iteration": config.derived_numbers()["optimiser_steps_per_step"],
         "microbatch_tokens": config.microbatch_tokens,
         "lr": config.optimiser.lr,
-        "betas": list(config.optimiser.betas),
+        "betas": config.optimiser.betas,
         "weight_decay": config.optimiser.weight_decay,
         "max_grad_norm": config.optimiser.max_grad_norm,
         "clip_low": config.loss.clip_low,

@@ -80,7 +80,8 @@ def _parser(app: App[C]) -> argparse.ArgumentParser:
 
     command = parsers.add_parser("eval", help="measure a model, or a checkpoint, on held-out problems")
     _add_settings(command, app)
-    command.add_argument("--checkpoint", type=Path, metavar="DIR", help="a step_N directory, or a run for its newest")
+    which = "a step_N directory, or a run for its newest; measured by its run's settings unless a recipe is named"
+    command.add_argument("--checkpoint", type=Path, metavar="DIR", help=which)
     command.set_defaults(run=commands.evaluate)
 
     command = parsers.add_parser("plan", help="find the best plan from a profile and say why; needs no device")

@@ -22,17 +22,16 @@ from m2flow.apps.planning import (
     Planning,
     cluster_spec,
     fixed_plan,
-    plan_json,
 )
 from m2flow.apps.progress import Progress
 from m2flow.apps.report import write_report
 from m2flow.apps.run_directory import RunDirectory
-from m2flow.apps.settings import find_checkpoint, newest_checkpoint, refuse_idle_resume, resolve_config
+from m2flow.apps.settings import find_checkpoint, newest_checkpoint, refuse_idle_resume, resolve_config, run_of
 from m2flow.apps.training import Driver, cluster_of, traced
 from m2flow.apps.yaml_tree import dump_yaml
 from m2flow.flow import Graph
 from m2flow.proto.sched.v1 import sched_pb2
-from m2flow.sched.files import read_message
+from m2flow.sched.files import read_message, to_json
 from m2flow.worker import Cluster, GroupSpec, Placement, launch_run
 
 __all__ = ["check", "evaluate", "plan", "report", "show_config", "train"]
@@ -55,8 +54,8 @@ def resume(app: App[C], arguments: argparse.Namespace) -> int:
     """Goes on with a run from its newest checkpoint, under any plan and on any number of devices."""
     run = RunDirectory.open(arguments.resume)
     with run.held():
-        checkpoint, state = newest_checkpoint(run.path)
-        config = resolve_config(app, arguments.settings, base=run.path)
+        checkpoint, state = newest_checkpoint(run)
+        config = resolve_config(app, arguments.settings, base=run)
         refuse_idle_resume(config, state)
         _refuse(_problems(app, config, resuming=True))
         run.drop_after(state.step)
@@ -65,9 +64,11 @@ def resume(app: App[C], arguments: argparse.Namespace) -> int:
 
 
 def evaluate(app: App[C], arguments: argparse.Namespace) -> int:
-    """Prints how good a model is on held-out problems."""
+    """Prints how good a model is on held-out problems: by a run's settings where it is a run's, else by a recipe's."""
     checkpoint = find_checkpoint(arguments.checkpoint) if arguments.checkpoint else None
-    config = resolve_config(app, arguments.settings)
+    recipe_named = arguments.settings and "=" not in arguments.settings[0]
+    base = None if checkpoint is None or recipe_named else run_of(checkpoint)
+    config = resolve_config(app, arguments.settings, base=base)
     checks = [lambda: app.problems(config)]
     if checkpoint is None:
         checks.append(lambda: app.model_problems(config))
@@ -98,7 +99,7 @@ def plan(app: App[C], arguments: argparse.Namespace) -> int:
     if answer.response.infeasible:
         return 1
     if arguments.output:
-        replace_file(arguments.output, plan_json(answer.response.plans[0].plan))
+        replace_file(arguments.output, to_json(answer.response.plans[0].plan))
     return 0
 
 

@@ -2,7 +2,16 @@
 
 from collections.abc import Sequence
 
-__all__ = ["AppError", "CheckFailed", "CheckpointError", "ConfigError", "ResumeError", "RunDirectoryError", "StepLost"]
+__all__ = [
+    "AppError",
+    "CheckFailed",
+    "CheckpointError",
+    "ConfigError",
+    "ResumeError",
+    "RunDirectoryError",
+    "RunInUseError",
+    "StepLost",
+]
 
 
 class AppError(Exception):

@@ -15,6 +15,7 @@ from m2flow.apps.paths import expanded
 from m2flow.flow import Graph
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
+from m2flow.sched.files import to_json
 from m2flow.worker import GroupSpec
 
 __all__ = ["Forecast", "ProfileStore", "new_profile"]
@@ -72,7 +73,7 @@ class ProfileStore:
                 raise RunDirectoryError(
                     f"{path.parent}: cannot be made ({error.strerror}): set run.profiles"
                 ) from error
-            replace_file(path, json_format.MessageToJson(profile, preserving_proto_field_name=True) + "\n")
+            replace_file(path, to_json(profile))
 
 
 class Forecast:

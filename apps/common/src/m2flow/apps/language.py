@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from m2flow.apps.batch import batch_problems, derived_numbers
 from m2flow.apps.config import EvaluationConfig, TrainingConfig
 from m2flow.apps.parsing import setting
 
@@ -86,10 +85,15 @@ class LanguageModelConfig(TrainingConfig):
         """The model."""
         return self.model.source
 
+    @property
+    def groups_per_minibatch(self) -> int:
+        """Groups that one optimiser step is taken on."""
+        return self.minibatch_size // self.samples_per_prompt
+
     def batch_problems(self) -> list[str]:
         """What does not divide, a correction that has nothing to compare with, a staleness that no sample has."""
         steps = self.prompts_per_step * self.samples_per_prompt / self.minibatch_size * self.num_epochs
-        problems = batch_problems(self)
+        problems = self._undivided()
         if self.loss.correction != "none" and steps > 1 and not problems:
             problems.append(
                 f"loss.correction: got {self.loss.correction!r} and {steps:g} optimiser steps an iteration, want one, "
@@ -105,4 +109,26 @@ class LanguageModelConfig(TrainingConfig):
 
     def derived_numbers(self) -> Mapping[str, int]:
         """Samples, minibatches and optimiser steps."""
-        return derived_numbers(self)
+        samples = self.prompts_per_step * self.samples_per_prompt
+        minibatches = samples // self.minibatch_size
+        return {
+            "samples_per_step": samples,
+            "groups_per_minibatch": self.groups_per_minibatch,
+            "minibatches_per_epoch": minibatches,
+            "optimiser_steps_per_step": minibatches * self.num_epochs,
+            "total_optimiser_steps": minibatches * self.num_epochs * self.num_steps,
+            "total_prompts": self.prompts_per_step * self.num_steps,
+            "total_samples": samples * self.num_steps,
+        }
+
+    def _undivided(self) -> list[str]:
+        """What does not divide, with values that would."""
+        samples = self.prompts_per_step * self.samples_per_prompt
+        size, group = self.minibatch_size, self.samples_per_prompt
+        if size % group == 0 and samples % size == 0:
+            return []
+        counts = range(1, min(self.prompts_per_step, 1024) + 1)
+        fitting = [n * group for n in counts if self.prompts_per_step % n == 0]
+        choices = ", ".join(str(n) for n in dict.fromkeys([*fitting, samples]))
+        wanted = f"want a multiple of samples_per_prompt ({group}) that divides the {samples} samples of a step"
+        return [f"minibatch_size: got {size}, {wanted}: set it to one of {choices}"]

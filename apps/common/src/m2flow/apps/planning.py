@@ -5,9 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from google.protobuf import json_format
-from google.protobuf.message import Message
-
 from m2flow.apps.atomic import replace_file
 from m2flow.apps.errors import CheckFailed
 from m2flow.apps.forecast import Forecast
@@ -15,6 +12,7 @@ from m2flow.apps.run_directory import RunDirectory
 from m2flow.flow import Graph, PlanError, check_plan, hybrid_plan, load_plan, spatial_plan, temporal_plan
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.proto.sched.v1 import sched_pb2
+from m2flow.sched.files import to_json
 from m2flow.worker import Cluster
 
 __all__ = [
@@ -23,9 +21,7 @@ __all__ = [
     "Planning",
     "cluster_spec",
     "fixed_plan",
-    "plan_json",
     "probes",
-    "write_plan",
 ]
 
 Say = Callable[[str], None]
@@ -137,7 +133,7 @@ class AutoPlanning:
 
     def _settle(self) -> bool:
         answer = self._forecast.explained()
-        replace_file(self._run.profile, plan_json(self._forecast.profile))
+        replace_file(self._run.profile, to_json(self._forecast.profile))
         replace_file(self._run.explanation, answer.text + "\n")
         self._say(answer.text)
         chosen = _first_that_runs(self._graph, self._cluster, answer.response)
@@ -218,16 +214,6 @@ def cluster_spec(cluster: Cluster) -> sched_pb2.ClusterSpec:
             alike = [device for device in devices if device.kind == kind]
             node.devices.add(kind=kind, count=len(alike), memory_bytes=min(device.memory_bytes for device in alike))
     return spec
-
-
-def write_plan(run: RunDirectory, plan: flow_pb2.ExecutionPlan) -> None:
-    """Writes plan.json, which `plan=` takes back. A failed write leaves the old one."""
-    replace_file(run.plan, plan_json(plan))
-
-
-def plan_json(message: Message) -> str:
-    """Returns a plan or a profile as the JSON that the command line takes back."""
-    return json_format.MessageToJson(message, preserving_proto_field_name=True) + "\n"
 
 
 def _first_that_runs(graph: Graph, cluster: Cluster, response: sched_pb2.PlanResponse) -> flow_pb2.ExecutionPlan | None:

@@ -32,7 +32,6 @@ class Progress:
     def __init__(self, num_steps: int, *, first_step: int = 1, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, emoji=False, soft_wrap=True)
         self._num_steps = num_steps
-        self._recent: deque[float] = deque(maxlen=5)
         self._views: deque[StepView] = deque(maxlen=8)
         self._next_step = first_step
         self._step_began = time.monotonic()
@@ -50,7 +49,6 @@ class Progress:
 
     def step(self, view: StepView) -> None:
         """Shows a finished step."""
-        self._recent.append(view.seconds)
         self._views.append(view)
         self._next_step = view.step + 1
         self._step_began = time.monotonic()
@@ -59,9 +57,10 @@ class Progress:
 
     def seconds_left(self) -> float:
         """Returns the expected seconds until the last step ends, from the last five steps; 0 before the first."""
-        if not self._recent:
+        if not self._views:
             return 0.0
-        return sum(self._recent) / len(self._recent) * max(self._num_steps - self._next_step + 1, 0)
+        recent = [view.seconds for view in self._views][-5:]
+        return sum(recent) / len(recent) * max(self._num_steps - self._next_step + 1, 0)
 
     def __enter__(self) -> "Progress":
         if self._console.is_terminal:
@@ -100,7 +99,7 @@ class Progress:
     def _title(self) -> str:
         waited = time.monotonic() - self._step_began
         step = min(self._next_step, self._num_steps)
-        left = f"  left {_clock(self.seconds_left())}" if self._recent else ""
+        left = f"  left {_clock(self.seconds_left())}" if self._views else ""
         return f"step {step}/{self._num_steps}  {self._doing} {waited:.0f} s{left}"
 
 

@@ -25,7 +25,7 @@ class RolloutConfig:
     """Attributes:
     model: Hugging Face model directory, with its tokenizer.
     samples_per_prompt: completions of each prompt.
-    max_new_tokens, temperature, top_p: how they are drawn.
+    max_new_tokens, temperature: how they are drawn.
     stop: characters that end a completion: the first token whose text has one of them, or the end-of-sequence token.
     seed: the run's; with iteration, place and index it seeds each sample.
     dtype: precision of generation, or "auto".
@@ -36,7 +36,6 @@ class RolloutConfig:
     samples_per_prompt: int
     max_new_tokens: int
     temperature: float = 1.0
-    top_p: float = 1.0
     stop: tuple[str, ...] = ("\n",)
     seed: int = 0
     dtype: str = "float32"
@@ -50,7 +49,7 @@ def rollout_group(config: LanguageModelConfig, weights: Path) -> GroupSpec:
         "samples_per_prompt": config.samples_per_prompt,
         "max_new_tokens": config.sampling.max_new_tokens,
         "temperature": config.sampling.temperature,
-        "stop": list(config.sampling.stop),
+        "stop": config.sampling.stop,
         "seed": config.seed,
         "dtype": config.model.rollout_dtype,
         "deterministic": config.deterministic,
@@ -76,8 +75,7 @@ class RolloutWorker(Worker):
         )
 
         keep_freed_pages()
-        config = RolloutConfig(**{**self.config, "stop": tuple(self.config.get("stop", ("\n",)))})
-        self._config = config
+        self._config = config = RolloutConfig(**self.config)
         if config.deterministic:
             self.context.compute_in_one_thread()
         self._tokenizer = load_tokenizer(config.model)
@@ -170,8 +168,7 @@ class RolloutWorker(Worker):
             )
 
     def _params(self, temperature: float) -> SamplingParams:
-        config = self._config
-        return SamplingParams(config.max_new_tokens, temperature, config.top_p, self._stop_token_ids)
+        return SamplingParams(self._config.max_new_tokens, temperature, stop_token_ids=self._stop_token_ids)
 
     def _seeds(self, item: Item) -> list[int]:
         place = (item.iteration, *item.seq)

@@ -1,8 +1,4 @@
-"""The directory that a run leaves behind: what is in it, and under which names.
-
-config.yaml, metrics.jsonl, TensorBoard events, timeline.json, plan.json, samples/, checkpoints/step_N/, report.html,
-and logs/ with what the workers printed.
-"""
+"""The directory that a run leaves behind: what is in it, and under which names (README.md lists it all)."""
 
 import contextlib
 import fcntl

@@ -10,19 +10,19 @@ from m2flow.apps.config import TrainingConfig, load_config
 from m2flow.apps.errors import CheckFailed, ConfigError, ResumeError
 from m2flow.apps.run_directory import RunDirectory
 
-__all__ = ["find_checkpoint", "newest_checkpoint", "refuse_idle_resume", "resolve_config"]
+__all__ = ["find_checkpoint", "newest_checkpoint", "refuse_idle_resume", "resolve_config", "run_of"]
 
 C = TypeVar("C", bound=TrainingConfig)
 
 
-def resolve_config(app: App[C], settings: Sequence[str], *, base: Path | None = None) -> C:
-    """Returns the config of `[RECIPE] [a.b=c ...]`, or of the run at `base` with overrides. Raises ConfigError."""
+def resolve_config(app: App[C], settings: Sequence[str], *, base: RunDirectory | None = None) -> C:
+    """Returns the config of `[RECIPE] [a.b=c ...]`, or of the run `base` with overrides. Raises ConfigError."""
     named = list(settings[:1]) if settings and "=" not in settings[0] else []
     overrides = settings[len(named) :]
     if base is not None:
         if named:
             raise ConfigError([f"--resume: got a recipe too ({named[0]}), want overrides only: a run keeps its own"])
-        return load_config(app.config_class, RunDirectory.open(base).config, overrides)
+        return load_config(app.config_class, base.config, overrides)
     recipe = named[0] if named else app.default_recipe
     path = app.recipes.get(recipe, Path(recipe))
     if recipe not in app.recipes and not path.is_file():
@@ -31,11 +31,11 @@ def resolve_config(app: App[C], settings: Sequence[str], *, base: Path | None = 
     return load_config(app.config_class, path, overrides)
 
 
-def newest_checkpoint(directory: Path) -> tuple[Path, ResumeState]:
-    """Returns the checkpoint that the run at `directory` goes on from. Raises ResumeError when it has none."""
-    checkpoint = latest_checkpoint(RunDirectory.open(directory).checkpoints)
+def newest_checkpoint(run: RunDirectory) -> tuple[Path, ResumeState]:
+    """Returns the checkpoint that the run goes on from. Raises ResumeError when it has none."""
+    checkpoint = latest_checkpoint(run.checkpoints)
     if checkpoint is None:
-        raise ResumeError(f"{directory}: holds no checkpoint, want one: start again without --resume")
+        raise ResumeError(f"{run.path}: holds no checkpoint, want one: start again without --resume")
     return checkpoint, read_resume_state(checkpoint)
 
 
@@ -55,3 +55,10 @@ def find_checkpoint(path: Path) -> Path:
     if checkpoint is None:
         raise CheckFailed([f"--checkpoint: {path} is no checkpoint and holds none: name a step_N directory or a run"])
     return checkpoint
+
+
+def run_of(checkpoint: Path) -> RunDirectory | None:
+    """Returns the run that wrote `checkpoint`; None where it lies in no run."""
+    checkpoints = checkpoint.absolute().parent
+    run = checkpoints.parent
+    return RunDirectory.open(run) if checkpoints.name == "checkpoints" and (run / "config.yaml").is_file() else None

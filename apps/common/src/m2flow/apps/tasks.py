@@ -32,9 +32,8 @@ def task_problems(name: str, options: Mapping[str, Option]) -> list[str]:
     """Returns what is wrong with a task's name or options; empty when `make_task` takes them."""
     if name.startswith(tasks_gym.PREFIX):
         return gym_problems(name.removeprefix(tasks_gym.PREFIX), options)
-    if name.startswith(tasks_file.PREFIX) and not options:
-        return file_problems(name.removeprefix(tasks_file.PREFIX))
-    if name not in SUMS and not name.startswith(tasks_file.PREFIX):
+    is_file = name.startswith(tasks_file.PREFIX)
+    if not is_file and name not in SUMS:
         near = difflib.get_close_matches(name, SUMS, n=1)
         others = (
             f"or {tasks_gym.PREFIX}chain_sum, say, of reasoning-gym, or {tasks_file.PREFIX}PATH of your own problems"
@@ -43,7 +42,7 @@ def task_problems(name: str, options: Mapping[str, Option]) -> list[str]:
         return [f"task: got {name!r}, want one of {', '.join(SUMS)}: {hint}"]
     if options:
         return [f"task_options: got {', '.join(options)}, want none for {name}: it has no settings"]
-    return []
+    return file_problems(name.removeprefix(tasks_file.PREFIX)) if is_file else []
 
 
 def make_task(name: str, options: Mapping[str, Option], seed: int) -> Task:

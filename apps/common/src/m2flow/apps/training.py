@@ -8,15 +8,16 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from m2flow.apps.app import Job, StepOutcome
+from m2flow.apps.atomic import replace_file
 from m2flow.apps.checkpoint import ResumeState, write_checkpoint
 from m2flow.apps.config import TrainingConfig
 from m2flow.apps.errors import CheckFailed, StepLost
 from m2flow.apps.metrics import MetricsLog, spoken
-from m2flow.apps.planning import Planning, write_plan
+from m2flow.apps.planning import Planning
 from m2flow.apps.progress import Progress, StepView
 from m2flow.apps.report import write_report
 from m2flow.apps.run_directory import RunDirectory
@@ -24,6 +25,7 @@ from m2flow.apps.stage_times import stage_seconds
 from m2flow.apps.timeline_file import write_timeline
 from m2flow.apps.worker_logs import WorkerLogs
 from m2flow.flow import Graph, IterationResult, Pending, Runtime, account, account_table, trace
+from m2flow.sched.files import to_json
 from m2flow.worker import Cluster, Item, LaunchError, Session, find_cluster, launch_run
 
 __all__ = ["Driver", "cluster_of", "traced"]
@@ -64,8 +66,8 @@ class Driver:
     cluster: Cluster
     planning: Planning
     progress: Progress
-    first_step: int = 1
-    in_flight: Mapping[str, Sequence[Item]] = field(default_factory=dict)
+    first_step: int
+    in_flight: Mapping[str, Sequence[Item]]
 
     def __post_init__(self) -> None:
         self._under_way: deque[Pending] = deque()
@@ -73,7 +75,7 @@ class Driver:
 
     def train(self) -> None:
         """Runs every step. Blocks; raises the first failure after all workers have ended and the files are written."""
-        write_plan(self.run, self.planning.plan)
+        self._write_plan()
         with MetricsLog(self.run) as self._log, self._kept_files(), WorkerLogs(self.run.logs) as logs:
             self.progress.doing("starting the workers")
             path = self.run.path
@@ -119,7 +121,7 @@ class Driver:
         self._results.append(result)
         remaining = self.config.num_steps - step
         if self.planning.observe(result.timeline, remaining_iterations=remaining) and remaining:
-            write_plan(self.run, self.planning.plan)
+            self._write_plan()
             self.progress.say(f"step {step}: the next plan is {self.planning.plan.mode}")
             self.progress.doing("changing the plan")
             began = time.perf_counter()
@@ -203,6 +205,9 @@ class Driver:
         last = self._results[-1]
         accounts = account(last.timeline, last.start_ns, last.end_ns, [device.id for device in self.cluster.devices])
         return f"where the devices' time went in step {last.iteration}:\n{account_table(accounts)}"
+
+    def _write_plan(self) -> None:
+        replace_file(self.run.plan, to_json(self.planning.plan))
 
     def _write_timeline(self) -> None:
         write_timeline(self.run, self._results, device_ids=[device.id for device in self.cluster.devices])

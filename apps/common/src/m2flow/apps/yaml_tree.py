@@ -10,7 +10,7 @@ import yaml
 
 from m2flow.apps.errors import ConfigError
 
-__all__ = ["Value", "dump_yaml", "load_yaml", "merge_overrides", "parse_yaml", "to_tree"]
+__all__ = ["Value", "dump_yaml", "load_yaml", "merge_overrides", "parse_yaml"]
 
 Value = bool | int | float | str | list["Value"] | dict[str, "Value"] | None
 
@@ -103,12 +103,6 @@ def merge_overrides(tree: Mapping[str, Value], overrides: Sequence[str]) -> dict
     return merged
 
 
-def to_tree(config: object) -> dict[str, Value]:
-    """Returns the config as plain values, every key present: what `config show` prints and `build` takes back."""
-    assert dataclasses.is_dataclass(config)
-    return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
-
-
 def dump_yaml(config: object) -> str:
     """Returns the config as YAML, each key with its meaning; `parse_yaml` and `build` make an equal config of it."""
     return "\n".join(_lines(config, "")) + "\n"
@@ -139,8 +133,6 @@ def _lines(config: object, indent: str) -> Iterator[str]:
 
 
 def _plain(value: object) -> Value:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return to_tree(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

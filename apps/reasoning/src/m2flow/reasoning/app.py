@@ -6,7 +6,6 @@ from pathlib import Path
 
 from m2flow.apps.actor import actor_group
 from m2flow.apps.app import App, Job
-from m2flow.apps.batch import groups_per_minibatch
 from m2flow.apps.evaluation import EVALUATED, Evaluation
 from m2flow.apps.functions import function_problems
 from m2flow.apps.model import prepare_model
@@ -28,7 +27,7 @@ _HERE = Path(__file__).parent
 def _build(config: ReasoningConfig, weights: Path, resume: Path | None) -> Job:
     task = make_task(config.task, config.task_options, config.seed)
     return Job(
-        program=partial(grpo, groups_per_minibatch=groups_per_minibatch(config), num_epochs=config.num_epochs),
+        program=partial(grpo, groups_per_minibatch=config.groups_per_minibatch, num_epochs=config.num_epochs),
         groups={
             "rollout": rollout_group(config, weights),
             "reward": _reward(config),

@@ -160,9 +160,8 @@ class CallServer:
             connection.send(Kind.REPLY, request_id, _NOTHING)
             return
         try:
-            lent = isinstance(result, Lend)
             # Without a deadline it does not wait: a few such waits would take all threads that answer.
-            payload = _lent(connection, result) if lent else connection.pack(encode(result))
+            payload = _lent(connection, result) if isinstance(result, Lend) else connection.pack(encode(result))
             response = comm_pb2.CallResponse(result=message_of(payload)).SerializeToString()
         except BaseException as error:
             self._fail(connection, request_id, error)

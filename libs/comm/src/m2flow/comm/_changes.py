@@ -48,10 +48,5 @@ def changed(old: Tree, found: Changes) -> Tree:
 
 def _elements(array: Tree) -> npt.NDArray[Any]:
     """Returns an array's elements in order as unsigned words, which compare by their bits; shape [n] or [n, bytes]."""
-    if _torch.is_tensor(array):
-        flat, item_size = _torch.to_bytes(array)[2], array.element_size()
-    else:
-        flat = np.asarray(array, order="C").reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)
-        item_size = array.itemsize
-    word = _WORDS.get(item_size)
-    return flat.view(word) if word is not None else flat.reshape(-1, item_size)
+    flat, word = _torch.bytes_of(array), _WORDS.get(array.itemsize)
+    return flat.view(word) if word is not None else flat.reshape(-1, array.itemsize)

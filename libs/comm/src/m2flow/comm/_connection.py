@@ -318,6 +318,11 @@ class Connection:
         if lost:
             on_returned(False)
 
+    @property
+    def lends(self) -> bool:
+        """Says whether the peer has blocks of shared memory that are to come back."""
+        return bool(self._lent)
+
     def retire(self, segment_id: int) -> None:
         """Tells the peer that a segment announced to it will not be used again."""
         with self._lock:

@@ -19,6 +19,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
+from m2flow.comm import _torch
 from m2flow.comm._calls import Lend, Request
 from m2flow.comm._copying import copier
 from m2flow.comm._deadline import Deadline
@@ -28,7 +29,7 @@ from m2flow.comm.errors import CommError, PayloadError, PeerLostError, TimeoutEr
 from m2flow.comm.payload import Tree, encode
 from m2flow.comm.resharding import Box, overlap, subtract
 from m2flow.comm.routing import Address, route
-from m2flow.comm.weights import SAMPLE, bytes_of, digest, new_empty
+from m2flow.comm.weights import SAMPLE, digest
 
 SERVICE = "m2flow.copies"
 # How often a receiver looks whether it is its turn.
@@ -185,7 +186,7 @@ class Draft:
                 "digests": np.empty(len(parts), np.uint32),
                 "boxes": np.array(boxes, np.int64),
                 "names": [name for name, _, _ in parts],
-                "arrays": [new_empty(kind, box.shape) for _, box, kind in parts],
+                "arrays": [_torch.new_empty(kind, box.shape) for _, box, kind in parts],
             }
         )
         digests, numbers, *places = encoded.places()
@@ -210,7 +211,7 @@ class Draft:
             self.parts[name][box] = array
             return
         number, (start, size) = self._places[name, box]
-        found = bytes_of(array)
+        found = _torch.bytes_of(array)
         if found.nbytes != size:
             raise PayloadError(f"weights: got {found.nbytes} bytes of {name!r}, want {size}")
         self._copy(self._address + start, found.ctypes.data, size)
@@ -368,8 +369,8 @@ class Turn:
             if leader is None:
                 return
             if self._deadline.left_s == 0:
-                peer, elapsed_s = leader or "another receiver of this host", self._deadline.elapsed_s
-                raise TimeoutError_(channel=f"{SERVICE}.turn", key=self._about, peer=peer, elapsed_s=elapsed_s)
+                peer = leader or "another receiver of this host"
+                raise self._deadline.timed_out(f"{SERVICE}.turn", peer, self._about)
             if self._copies.closed:
                 raise CommError(f"endpoint {self._copies.caller.name!r} is closed")
             if leader == stopped:

@@ -3,6 +3,8 @@
 import threading
 import time
 
+from m2flow.comm.errors import TimeoutError_
+
 # What poll and epoll take, 24 days: who waits for longer looks again then.
 LONGEST_SLEEP_S = 2_147_000.0
 
@@ -38,3 +40,7 @@ class Deadline:
     def ended(self, error: BaseException) -> bool:
         """Says whether an error says that this is over: a program's own alarm may raise a TimeoutError at any time."""
         return isinstance(error, TimeoutError) and self.left_s == 0
+
+    def timed_out(self, channel: str, peer: str, key: str | None = None) -> TimeoutError_:
+        """Returns the error of a call on a channel, or of a service, that has waited for a peer since this began."""
+        return TimeoutError_(channel=channel, key=key, peer=peer, elapsed_s=self.elapsed_s)

@@ -1,15 +1,39 @@
-"""The items of a channel as its index knows them, without their payloads' bytes."""
+"""The items of a channel as its index knows them, without their payloads' bytes, and what asks for them."""
 
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
-
-from m2flow.comm._views import Filter
+from functools import lru_cache
+from typing import NamedTuple
 
 # Weights are sums of floats: what differs by less is equal.
 SLACK = 1e-9
 
 # What an item's numbers, the lengths of its fields and the name of its block take in a message, or more.
 _BESIDE_BYTES = 128
+# Filters of longer keys are made anew: those that are kept outlive their items.
+_MAX_KEPT_KEY = 256
+
+
+class Filter(NamedTuple):
+    """Which items a `get` asks for; None is any."""
+
+    key: str | None
+    iteration: int | None
+    # The consumer whose home the key is; of a `get` that waits, who asks. Empty in a channel without routes.
+    home: str = ""
+
+
+def filters_of(key: str, iteration: int, home: str) -> tuple[Filter, ...]:
+    """Returns the filters that an item passes, by shape; one without a key, only those that ask for none."""
+    return (_kept_filters_of if len(key) <= _MAX_KEPT_KEY else _filters_of)(key, iteration, home)
+
+
+def _filters_of(key: str, iteration: int, home: str) -> tuple[Filter, ...]:
+    anyhow = (Filter(None, None, home), Filter(None, iteration, home))
+    return (*anyhow, Filter(key, None, home), Filter(key, iteration, home)) if key else anyhow
+
+
+_kept_filters_of = lru_cache(maxsize=1024)(_filters_of)
 
 
 class Held:
@@ -33,11 +57,14 @@ class Entry:
     producer: str
     tombstone: str
     payload: object
+    # It grows with arrival.
     order: int = 0
+    # The weight as the queue sums it, which fills this in.
     units: int = 0
     lease: int = 0
     # The leases by which it was given to those who have gone with it.
     lost: tuple[int, ...] = ()
+    # Those that it passes.
     filters: tuple[Filter, ...] = ()
 
     @property

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Set
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -32,6 +32,10 @@ from m2flow.comm._sockets import SocketDirectory, check_name
 from m2flow.comm._unix import UnixLink
 from m2flow.comm.errors import CommError, PeerLostError, system_refuses
 from m2flow.comm.routing import Address, Backend, route
+from m2flow.comm.tls import Tls
+
+if TYPE_CHECKING:
+    from m2flow.comm._grpc import GrpcLink, Streams
 
 _HELLO_TIMEOUT_S = 5.0
 _REDIAL_S = 0.01
@@ -53,7 +57,7 @@ _meeting = threading.Lock()
 
 
 class Fabric:
-    """Connections by peer name; `on_gone(connection, lost)` hears of every end."""
+    """Connections by peer name."""
 
     def __init__(
         self,
@@ -62,11 +66,10 @@ class Fabric:
         *,
         quota_bytes: int,
         connect_timeout_s: float,
-        tls: object,
+        tls: Tls | None,
         by_reference: bool,
         allow_pickle: bool,
         max_payload_bytes: int,
-        on_gone: OnGone,
     ) -> None:
         # First what may be refused.
         self._directory = SocketDirectory(directory)
@@ -83,16 +86,10 @@ class Fabric:
         except OSError as error:
             self._leave_directory()
             raise system_refuses(f"make endpoint {identity.name!r}", error) from error
-        self.pool = Pool(quota_bytes, on_retire=self._retire)
+        self.pool = Pool(quota_bytes, on_retire=self._retire, readers=self._readers)
         self.released = Released(self.loop.wake)
         self.blanks = Blanks(self.pool, self.released)
         self.mailbox = Mailbox(quota_bytes)
-        # The consumers of a channel that is hosted here; none where it is not.
-        self.consumers_of: Callable[[str], Set[str]] = _nobody
-        self._connect_timeout_s = connect_timeout_s
-        # The gRPC side: names and addresses of peers on other hosts, and the module and streams once they are needed.
-        self._addresses: dict[str, str] = {}
-        self._tls = tls
         self._new_connection = partial(
             Connection,
             pool=self.pool,
@@ -103,11 +100,16 @@ class Fabric:
             allow_pickle=allow_pickle,
             max_payload_bytes=max_payload_bytes,
         )
-        self._grpc: Any = None
-        self._streams: Any = None
-        self._on_frame: dict[Kind, OnFrame] = {}
-        self._on_prompt_call: OnPromptCall = _no_call
-        self._on_gone = on_gone
+        self._connect_timeout_s = connect_timeout_s
+        # The gRPC side: names and addresses of peers on other hosts, and the streams once they are needed.
+        self._addresses: dict[str, str] = {}
+        self._tls = tls
+        self._streams: Streams | None = None
+        # Given when it starts.
+        self._on_frame: dict[Kind, OnFrame]
+        self._on_prompt_call: OnPromptCall
+        self._on_gone: OnGone
+        self._consumers_of: Callable[[str], Set[str]]
         self._dialled: dict[str, Connection] = {}
         self._accepted: dict[str, Connection] = {}
         self._all: set[Connection] = set()
@@ -118,13 +120,22 @@ class Fabric:
         self._run = (*self._directory.identity, identity.token, "" if by_reference else identity.name)
         self._living: dict[str, Fabric] = {}
 
-    def start(self, on_frame: dict[Kind, OnFrame], on_prompt_call: OnPromptCall) -> None:
+    def start(
+        self,
+        on_frame: dict[Kind, OnFrame],
+        *,
+        on_prompt_call: OnPromptCall,
+        on_gone: OnGone,
+        consumers_of: Callable[[str], Set[str]],
+    ) -> None:
         """Begins to accept and to answer: `on_frame` maps kinds of frames to what handles them.
 
         That runs as the io thread or in its place. A CALL that a waiting thread reads is offered to `on_prompt_call`
-        first, which says whether it has handled it.
+        first, which says whether it has handled it. `on_gone(connection, lost)` hears of the end of each connection
+        whose other end was believed; `consumers_of` names the consumers of a channel that is hosted here.
         """
         self._on_frame, self._on_prompt_call = on_frame, on_prompt_call
+        self._on_gone, self._consumers_of = on_gone, consumers_of
         self.loop.watch(self._listener.fileno(), READ, self._accept)
         with _meeting:
             self._living = _living.setdefault(self._run, {})
@@ -146,17 +157,19 @@ class Fabric:
             known = self._known(peer)
             if known is not None:
                 return known
-            address = self._addresses.get(peer)
-            connection, link = self._new(peer, self._grpc_link if self._backend_to(peer) == "grpc" else UnixLink)
+            if self._backend_to(peer) == "grpc":
+                connection, stream = self._new(peer, self._grpc_link)
+                assert self._streams is not None
+                dial = partial(self._streams.dial, self._addresses[peer], stream)
+            else:
+                connection, link = self._new(peer, UnixLink)
+                # As the io thread: a KeyboardInterrupt would leave a connection that nobody dials.
+                dial = partial(self.loop.call, partial(self._dial, connection, link, time.monotonic()))
             # Before any other thread finds the connection: nothing may go out ahead of the hello.
             connection.send(Kind.HELLO, 0, self.identity.hello())
             self._dialled[peer] = connection
             self._all.add(connection)
-        if isinstance(link, UnixLink):
-            # As the io thread: a KeyboardInterrupt would leave a connection that nobody dials.
-            self.loop.call(partial(self._dial, connection, link, time.monotonic()))
-        else:
-            self._streams.dial(address, link)
+        dial()
         return connection
 
     def _known(self, peer: str) -> Connection | None:
@@ -218,8 +231,7 @@ class Fabric:
             return
         # Once closed it dials nobody.
         if address and not self._closed:
-            self._remote()
-            self._grpc.check_address(address)
+            self._remote().check_address(address)
         with self._lock:
             if address:
                 self._addresses[peer] = address
@@ -229,7 +241,7 @@ class Fabric:
     def listen(self, address: str) -> str:
         """Listens over gRPC too; returns the address bound."""
         self.check_open()
-        return str(self._remote().listen(address, self._accept_stream))
+        return self._remote().listen(address, self._accept_stream)
 
     def in_this_process(self, peer: str) -> "Fabric | None":
         """Returns a peer of the same run in this process, if both hand objects over, or this very endpoint."""
@@ -251,12 +263,17 @@ class Fabric:
     def _backend_to(self, peer: str) -> Backend:
         return route(self.here, self.where(peer), "cpu").backend
 
+    def by_reference(self, peer: str) -> "Fabric | None":
+        """Returns a peer of this process to which objects are handed over as they are; None for any other."""
+        found = self._living.get(peer)
+        return found if found is not None and self._backend_to(peer) == "reference" else None
+
     def stays_here(self, channel: str, host: str) -> bool:
         """Says whether what is put into a channel need not leave this process: its host and all consumers are in it."""
-        hosting = self.in_this_process(host)
-        if hosting is None or self._backend_to(host) != "reference":
+        hosting = self.by_reference(host)
+        if hosting is None:
             return False
-        consumers = hosting.consumers_of(channel)
+        consumers = hosting._consumers_of(channel)
         return bool(consumers) and consumers <= self._living.keys()
 
     def close(self) -> None:
@@ -299,24 +316,24 @@ class Fabric:
         )
         return connection, link
 
-    def _grpc_link(self, loop: Loop, *, on_frame: Any, take: Any, on_closed: Any) -> Link:
+    def _grpc_link(self, loop: Loop, *, on_frame: Any, take: Any, on_closed: Any) -> "GrpcLink":
         """The io thread deals with all that comes over gRPC."""
-        link: Link = self._grpc.GrpcLink(loop, self._streams, on_frame=on_frame, on_closed=on_closed)
-        return link
+        assert self._streams is not None
+        return self._streams.link(on_frame=on_frame, on_closed=on_closed)
 
-    def _remote(self) -> Any:
+    def _remote(self) -> "Streams":
         """Returns the gRPC side, which is imported and started when it is first needed."""
         with self._lock:
             if self._streams is None:
                 name, token = self.identity.name, self.identity.token
                 try:
-                    self._grpc = importlib.import_module("m2flow.comm._grpc")
-                    self._streams = self._grpc.Streams(name, self.loop, token, self._connect_timeout_s, self._tls)
+                    remote = importlib.import_module("m2flow.comm._grpc")
+                    self._streams = remote.Streams(name, self.loop, token, self._connect_timeout_s, self._tls)
                 except OSError as error:
                     raise system_refuses("start gRPC", error) from error
             return self._streams
 
-    def _accept_stream(self) -> Link:
+    def _accept_stream(self) -> "GrpcLink":
         with self._lock:
             connection, link = self._new("", self._grpc_link)
             self._all.add(connection)
@@ -449,15 +466,12 @@ class Fabric:
             never_met = not connection.greeted and connection.peer in self._accepted
         error = PeerLostError(connection.peer, reason) if isinstance(reason, str) else reason
         lost = self._was_closed() if self._closed else error
-        self._lose(connection, lost, and_mail=not never_met)
+        connection.lose(lost)
+        if not never_met:
+            self.mailbox.fail(connection.peer, lost)
         if connection.greeted:
             # Peers hang up on an endpoint that has said goodbye: what ends then is no death either.
             self._on_gone(connection, not connection.left and not self._closed)
-
-    def _lose(self, connection: Connection, error: CommError, *, and_mail: bool = True) -> None:
-        connection.lose(error)
-        if and_mail:
-            self.mailbox.fail(connection.peer, error)
 
     def _shut(self) -> None:
         with self._lock:
@@ -466,7 +480,9 @@ class Fabric:
             self._accepted.clear()
         for connection in connections:
             connection.link.close()
-            self._lose(connection, self._was_closed())
+            closed = self._was_closed()
+            connection.lose(closed)
+            self.mailbox.fail(connection.peer, closed)
         self.mailbox.close(PeerLostError(self.identity.name, "it closed its endpoint"))
         self.loop.remove(self._listener.fileno())
         self._leave_directory()
@@ -489,6 +505,10 @@ class Fabric:
             connection.link.abandon()
 
     # Memory.
+
+    def _readers(self) -> set[str]:
+        """Returns the peers that were lent shared memory of this process; takes no lock: the caller has the pool's."""
+        return {connection.peer for connection in list(self._all) if connection.lends}
 
     def _send_releases(self) -> None:
         if self.released:
@@ -517,16 +537,6 @@ def _end_of_link(kind: Kind, error: Exception) -> CommError:
 def _local_link(loop: Loop, *, on_frame: Any, take: Any, on_closed: Any) -> LocalLink:
     """Nothing is read: whoever is at work deals with all that comes."""
     return LocalLink(loop, on_frame=on_frame, on_closed=on_closed)
-
-
-def _no_call(connection: Connection, request_id: int, body: bytes) -> bool:
-    """Before the endpoint has started no call is handled."""
-    return False
-
-
-def _nobody(channel: str) -> Set[str]:
-    """Before the endpoint has started no channel is hosted."""
-    return frozenset()
 
 
 def _abandon_all() -> None:

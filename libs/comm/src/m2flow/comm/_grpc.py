@@ -19,8 +19,7 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.internal import encoder
 
-from m2flow.comm import _frames
-from m2flow.comm._frames import FrameParser, Kind, header
+from m2flow.comm._frames import MAX_HELLO_BYTES, FrameParser, Kind, header
 from m2flow.comm._handshake import VERSION
 from m2flow.comm._loop import Loop
 from m2flow.comm._replies import Awaited, nothing
@@ -74,7 +73,7 @@ class GrpcLink:
     passes_fds = False
 
     def __init__(self, loop: Loop, streams: "Streams", *, on_frame: OnFrame, on_closed: OnClosed) -> None:
-        self.body_limit = _frames.MAX_HELLO_BYTES
+        self.body_limit = MAX_HELLO_BYTES
         self._loop = loop
         self._streams = streams
         self._on_frame = on_frame
@@ -93,7 +92,7 @@ class GrpcLink:
     def send(self, kind: Kind, request_id: int, body: bytes | memoryview, fd: int | None = None) -> None:
         """Sends a frame, whose body must stay as it is. Does not wait. Raises BrokenPipeError once closed."""
         assert fd is None, "this link passes no descriptors"
-        head = _frames.header(kind, request_id, len(body))
+        head = header(kind, request_id, len(body))
         with self._lock:
             if self._closed:
                 raise BrokenPipeError("the link is closed")
@@ -201,12 +200,26 @@ class Streams:
         if not self._events.is_closed():
             self._events.call_soon_threadsafe(function)
 
+    def link(self, *, on_frame: OnFrame, on_closed: OnClosed) -> GrpcLink:
+        """Returns a link that is yet to be dialled or served."""
+        return GrpcLink(self._io_loop, self, on_frame=on_frame, on_closed=on_closed)
+
+    @staticmethod
+    def check_address(address: str) -> None:
+        """Raises ValueError unless it is "host:port" or "unix:path": gRPC makes up a port that it is not given."""
+        found = _ADDRESS.fullmatch(address)
+        if found is None or int(found["port"] or 0) > _MAX_PORT:
+            raise ValueError(
+                f"got address {address!r}, want HOST:PORT with a port of 0 to {_MAX_PORT}, an IPv6 HOST in brackets, "
+                "or unix:PATH"
+            )
+
     def listen(self, address: str, accept: Callable[[], GrpcLink]) -> str:
         """Listens at "host:port" or "unix:path"; `accept` makes the link of each stream. Returns the address bound.
 
         Raises ValueError for another address, CommError where it cannot bind. Blocks until it listens.
         """
-        check_address(address)
+        self.check_address(address)
         return str(self._run(self._listen(address, accept)))
 
     def dial(self, address: str, link: GrpcLink) -> None:
@@ -332,16 +345,6 @@ class Streams:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(server.stop(0.2) for server in self._servers))
-
-
-def check_address(address: str) -> None:
-    """Raises ValueError unless it is "host:port" or "unix:path": gRPC makes up a port that it is not given."""
-    found = _ADDRESS.fullmatch(address)
-    if found is None or int(found["port"] or 0) > _MAX_PORT:
-        raise ValueError(
-            f"got address {address!r}, want HOST:PORT with a port of 0 to {_MAX_PORT}, an IPv6 HOST in brackets, or "
-            "unix:PATH"
-        )
 
 
 def _check_free(address: str) -> None:

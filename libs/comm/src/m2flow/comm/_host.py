@@ -11,15 +11,15 @@ from functools import partial
 import numpy as np
 
 from m2flow.comm._connection import Connection, is_data
-from m2flow.comm._entries import Entry, Held, drop
+from m2flow.comm._entries import Entry, Filter, Held, drop
 from m2flow.comm._frames import MAX_MESSAGE_BYTES, Kind, ProtocolError
 from m2flow.comm._index import ChannelIndex
 from m2flow.comm._items import add_columns, add_payloads, rows
 from m2flow.comm._mappings import BlockRef
 from m2flow.comm._parking import Parking
 from m2flow.comm._references import Decode, Referable, Reference, gone, is_reference, referenced
+from m2flow.comm._replies import nothing
 from m2flow.comm._tree import Bytes
-from m2flow.comm._views import Filter
 from m2flow.comm._waiting import Caller, Refusal
 from m2flow.comm.errors import CommError
 from m2flow.comm.payload import encode, has_pickle
@@ -214,15 +214,14 @@ class ChannelHost:
             index.left(session, peer)
         for name in self._parking.left(session):
             tell = partial(self._left, name, session, peer)
-            self._parking.park(name, None, 0, retry=tell, expire=_nothing, withdraw=_nothing)
+            self._parking.park(name, None, 0, retry=tell, expire=nothing, withdraw=nothing)
 
     def _left(self, name: str, session: int, peer: str) -> None:
         self._indexes[name].left(session, peer)
 
 
-def counts(index: ChannelIndex) -> comm_pb2.ChannelStats:
-    """Returns a channel's counts as a message."""
-    return comm_pb2.ChannelStats(
+def _answer_stats(connection: Connection, request_id: int, index: ChannelIndex) -> None:
+    stats = comm_pb2.ChannelStats(
         queued=index.num_queued,
         leased=index.num_leased,
         put=index.counts.put,
@@ -235,6 +234,7 @@ def counts(index: ChannelIndex) -> comm_pb2.ChannelStats:
         queued_weight=index.queued_weight,
         closed=index.closed or index.members.all_closed(),
     )
+    connection.send(Kind.REPLY, request_id, comm_pb2.ChannelResponse(stats=stats).SerializeToString())
 
 
 def _entries(connection: Connection, items: comm_pb2.Items) -> list[Entry]:
@@ -312,12 +312,3 @@ def _given(payload: object, reader: Connection) -> bytes | comm_pb2.Block:
     assert isinstance(payload, Reference)
     # Its consumer has come back in another process since it was put. It was found to have an encoding then.
     return payload.number if reader.within else reader.pass_on(encode(payload.tree).to_bytes())
-
-
-def _nothing() -> None:
-    """Nobody waits for an answer."""
-
-
-def _answer_stats(connection: Connection, request_id: int, index: ChannelIndex) -> None:
-    response = comm_pb2.ChannelResponse(stats=counts(index))
-    connection.send(Kind.REPLY, request_id, response.SerializeToString())

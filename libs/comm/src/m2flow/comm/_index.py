@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
-from m2flow.comm._entries import SLACK, Entry, drop, fitting, prefix
+from m2flow.comm._entries import SLACK, Entry, Filter, drop, filters_of, fitting, prefix
 from m2flow.comm._frames import MAX_MESSAGE_BYTES
 from m2flow.comm._homes import Homes
 from m2flow.comm._members import Members
-from m2flow.comm._views import Filter, Merged, Queue, View, filters_of
+from m2flow.comm._views import Merged, Queue, View
 from m2flow.comm._waiting import Caller, Get, Put, Refusal, Waiting
 
 _NOBODY_TAKES = "every consumer has left it"
+# After those whom a put has waited for.
+_FULL = "to take an item: the channel is full"
 
 
 @dataclass(slots=True)
@@ -61,7 +63,7 @@ class ChannelIndex:
         if route == "by_key" and not consumers:
             raise ValueError(f"channel {name!r}: got no consumers, want at least one to route keys to")
         self._homes = Homes(self.members.consumers) if route == "by_key" else None
-        self._queue: Queue[Entry] = Queue()
+        self._queue: Queue = Queue()
         self._waiting = Waiting()
         self._leases: dict[Hashable, dict[int, Entry]] = {}
         # What is yet to be acknowledged, by the leases that ended with their connections.
@@ -197,7 +199,7 @@ class ChannelIndex:
         get = self._waiting.asked.get((session, request))
         if put is not None:
             drop(put.entries)
-            put.caller.answer((), Refusal("TimeoutError_", peers=tuple(self.members.consumers)))
+            put.caller.answer((), Refusal("TimeoutError_", _FULL, tuple(self.members.consumers)))
             if first == (session, request) or self._end_waits:
                 self._admit()
         elif get is not None:
@@ -433,7 +435,7 @@ class ChannelIndex:
         get.caller.answer(entries, None)
         return entries
 
-    def _flushes(self, view: View[Entry] | Merged[Entry], wanted: Filter) -> bool:
+    def _flushes(self, view: View | Merged, wanted: Filter) -> bool:
         """Says whether a view is given out although it holds less than was asked for: more may never come."""
         if self.closed or self.members.all_closed() or self.members.lost_owing(wanted.iteration):
             return True

@@ -143,9 +143,7 @@ class Asked:
             raise
         except BaseException as error:
             if self.deadline.ended(error):
-                self._is_silent = True
-                self.withdraw()
-                raise self._timed_out((self._connection.peer,)) from None
+                raise self._unanswered() from None
             # A KeyboardInterrupt, or what another signal's handler raises: who asks next is not to overtake this.
             take_back([self])
             raise
@@ -189,9 +187,7 @@ class Asked:
             self._connection.hand_over(self.withdraw)
             raise
         if not answered.done():
-            self._is_silent = True
-            self.withdraw()
-            raise self._timed_out((self._connection.peer,))
+            raise self._unanswered()
         return self._parse(reply.result())
 
     @property
@@ -280,12 +276,17 @@ class Asked:
             case "PeerLostError":
                 return PeerLostError(failure.peers[0], f"it was gone before it closed channel {self._channel!r}")
             case "TimeoutError_":
-                return self._timed_out(tuple(failure.peers))
+                return self._timed_out(f"{', '.join(failure.peers)} {failure.message}".strip())
         return CommError(f"channel {self._channel!r}: {failure.message}")
 
-    def _timed_out(self, peers: tuple[str, ...]) -> TimeoutError_:
-        peer = ", ".join(peers) or self._connection.peer
-        return TimeoutError_(channel=self._channel, key=self._key, peer=peer, elapsed_s=self.deadline.elapsed_s)
+    def _unanswered(self) -> TimeoutError_:
+        """Withdraws what the host has answered neither in time nor when it was told that it was withdrawn."""
+        self._is_silent = True
+        self.withdraw()
+        return self._timed_out()
+
+    def _timed_out(self, waited_for: str = "") -> TimeoutError_:
+        return self.deadline.timed_out(self._channel, waited_for or self._connection.peer, self._key)
 
 
 def take_back(asked: Sequence[Asked]) -> None:

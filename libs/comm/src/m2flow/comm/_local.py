@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from m2flow.comm import _frames
 from m2flow.comm._deadline import Deadline
-from m2flow.comm._frames import Kind
+from m2flow.comm._frames import MAX_HELLO_BYTES, Kind
 from m2flow.comm._loop import Loop
 from m2flow.comm._replies import Awaited, nothing
 from m2flow.comm.errors import CommError
@@ -40,7 +39,7 @@ class LocalLink:
         self._num_dealt = 0
         # A Condition would stay locked after a KeyboardInterrupt in its own code.
         self._counting = threading.Lock()
-        self.body_limit = _frames.MAX_HELLO_BYTES
+        self.body_limit = MAX_HELLO_BYTES
 
     def join(self, other: "LocalLink") -> None:
         """Makes two links the ends of one."""

@@ -6,8 +6,7 @@ import socket
 from collections import deque
 from collections.abc import Iterator
 
-from m2flow.comm import _frames
-from m2flow.comm._frames import HEADER, Kind, Limits, ProtocolError
+from m2flow.comm._frames import HEADER, Kind, Limits, ProtocolError, parse_header
 from m2flow.comm.errors import CommError, system_refuses
 
 _BUFFER_BYTES = 256 << 10
@@ -64,7 +63,7 @@ class Receiver:
         """
         wanted = HEADER.size
         while self._end - self._start >= wanted:
-            length, kind, request_id = _frames.parse_header(self._buffer, self._start, limits.body_limit)
+            length, kind, request_id = parse_header(self._buffer, self._start, limits.body_limit)
             at = self._start + HEADER.size
             if self._end - at < length:
                 wanted += length

@@ -18,7 +18,7 @@ _UNDER_WAY = "PENDING", "RUNNING"
 
 
 def nothing() -> None:
-    """What was asked already is not asked again."""
+    """Does nothing: what was asked already is not asked again, and nobody waits to hear of an end."""
 
 
 class Awaited(Protocol):

@@ -13,7 +13,7 @@ import fcntl
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from m2flow.comm import _torch
 from m2flow.comm._deadline import Deadline
@@ -92,11 +92,17 @@ class Slot:
 
 
 class Pool:
-    """The segments of one process: at most `quota_bytes` of slots, free ones kept warm. Thread-safe."""
+    """The segments of one process: at most `quota_bytes` of slots, free ones kept warm. Thread-safe.
 
-    def __init__(self, quota_bytes: int, *, on_retire: Callable[[int], None]) -> None:
+    `readers` names those who have slots of it, for the error of who waits for one in vain.
+    """
+
+    def __init__(
+        self, quota_bytes: int, *, on_retire: Callable[[int], None], readers: Callable[[], Iterable[str]] = tuple
+    ) -> None:
         self.quota_bytes = quota_bytes
         self._on_retire = on_retire
+        self._readers = readers
         self._free: defaultdict[int, list[Slot]] = defaultdict(list)
         # Free slots whose memory went back to the system, in segments of which others are in use.
         self._cold: defaultdict[int, list[Slot]] = defaultdict(list)
@@ -118,7 +124,7 @@ class Pool:
 
         Waits for slots to come back while the quota is used up, and for the kernel where one has no memory yet, which
         takes less than to write it. Raises CommError when the payload alone exceeds the quota, the system refuses a
-        segment or this is a forked child, TimeoutError when nothing came back in time.
+        segment or this is a forked child, TimeoutError, saying what was waited for, when nothing came back in time.
         """
         if self._abandoned:
             raise CommError("got a payload for an endpoint of the parent process, want one made after the fork")
@@ -131,7 +137,7 @@ class Pool:
             while not (alone := or_hold is not None and or_hold.held_once) and not self._has_room(size):
                 left_s = None if deadline is None else deadline.left_s
                 if left_s == 0 or not self._room.wait(left_s):
-                    raise TimeoutError(f"{self._used_bytes} bytes of shared memory are in use")
+                    raise TimeoutError(self._in_use())
             if or_hold is not None and alone:
                 or_hold.holds += 1
                 return or_hold
@@ -213,6 +219,13 @@ class Pool:
         No lock can be trusted there, so none is taken.
         """
         self._abandoned = True
+
+    def _in_use(self) -> str:
+        """Returns what is waited for: a channel's host, as a reader, may have passed on what it was lent."""
+        readers = sorted(self._readers())
+        holders = ", ".join((*readers, "who reads through them, or this program")) if readers else "this program"
+        in_use = f"{self._used_bytes} bytes are in use, of a quota of {self.quota_bytes}"
+        return f"{holders} to let go of shared memory: {in_use}"
 
     def _has_room(self, size: int) -> bool:
         """Says whether there is a slot, or memory for one, which it frees where that helps."""

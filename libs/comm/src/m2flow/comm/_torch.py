@@ -1,4 +1,4 @@
-"""The one module that meets torch: tensors as the bytes of numpy arrays, and back.
+"""The one module that meets torch: tensors as the bytes of numpy arrays, and back, and what is done to both alike.
 
 torch is imported when the first tensor is met, here or on the wire, and never otherwise.
 """
@@ -59,6 +59,27 @@ def concatenate(arrays: Sequence[Any]) -> Any:
     return sys.modules["torch"].cat(arrays) if is_tensor(arrays[0]) else np.concatenate(arrays)
 
 
+def bytes_of(array: Any) -> npt.NDArray[np.uint8]:
+    """Returns an array's or a tensor's elements in order, shape [nbytes]: where they lie, if so they do on the host."""
+    if not is_tensor(array):
+        return np.asarray(array, order="C").reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)
+    found = raw(array)
+    return found if isinstance(found, np.ndarray) else found.cpu().numpy()
+
+
+def new_empty(like: Any, shape: tuple[int, ...]) -> Any:
+    """Returns an array of another's dtype, or a tensor of another's on the host, that is yet to be written."""
+    return empty(code_of(like), shape, "cpu") if is_tensor(like) else np.empty(shape, like.dtype)
+
+
+def address(array: Any) -> int:
+    """Returns where an array's elements lie in order in the memory of this host; 0 where they do not, or it is none."""
+    if isinstance(array, np.ndarray):
+        return int(array.ctypes.data) if array.flags.c_contiguous else 0
+    plain = is_tensor(array) and array.is_cpu and array.is_contiguous() and not array.is_conj() and not array.is_neg()
+    return int(array.data_ptr()) if plain else 0
+
+
 def code_of(tensor: Any) -> int:
     """Returns a tensor's dtype code.
 
@@ -116,12 +137,6 @@ def copyable(array: Any) -> Any:
     return array.view(sys.modules["torch"].uint8) if is_tensor(array) and array.itemsize == 1 else array
 
 
-def address(tensor: Any) -> int:
-    """Returns where a tensor's elements lie in order in the memory of this host; 0 where they do not."""
-    plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    return int(tensor.data_ptr()) if plain else 0
-
-
 def written(tensor: Any) -> None:
     """Tells autograd that a tensor was written by its address, as it is told of every operation in place."""
     sys.modules["torch"].autograd.graph.increment_version(tensor)
@@ -161,15 +176,6 @@ def pin(data: npt.NDArray[np.uint8]) -> bool:
 def unpin(data: npt.NDArray[np.uint8]) -> None:
     """Ends what `pin` did, before the memory is unmapped."""
     importlib.import_module("torch").cuda.cudart().cudaHostUnregister(data.ctypes.data)
-
-
-def to_bytes(tensor: Any) -> tuple[int, tuple[int, ...], npt.NDArray[np.uint8]]:
-    """Returns a tensor's dtype code, shape and elements as bytes; a view where the tensor is contiguous on the CPU.
-
-    Raises PayloadError like `code_of`.
-    """
-    found = raw(tensor)
-    return code_of(tensor), tuple(tensor.shape), found if isinstance(found, np.ndarray) else found.cpu().numpy()
 
 
 def item_size(code: int) -> int:

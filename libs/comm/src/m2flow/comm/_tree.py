@@ -21,7 +21,7 @@ from m2flow.comm.errors import PayloadError
 
 MAX_DEPTH = 100
 # Longer strings and bytes travel beside the tree, like arrays, so that they are copied once.
-INLINE_BYTES = 1024
+_MAX_INSIDE_BYTES = 1024
 MAX_NDIM = 32
 
 Bytes = npt.NDArray[np.uint8]
@@ -120,7 +120,7 @@ class TreeWriter:
         self._blob(b"b", b"B", value)
 
     def _blob(self, inside: bytes, beside: bytes, data: bytes) -> None:
-        if len(data) <= INLINE_BYTES:
+        if len(data) <= _MAX_INSIDE_BYTES:
             self.out += (_TAG_U32.pack(inside, len(data)), data)
         else:
             self._beside(beside, data)
@@ -155,7 +155,7 @@ class TreeWriter:
                     self._int(item, depth)
             elif kind is float:
                 add(_TAG_F64.pack(b"d", item))
-            elif kind is bytes and len(item) <= INLINE_BYTES:
+            elif kind is bytes and len(item) <= _MAX_INSIDE_BYTES:
                 add(_TAG_U32.pack(b"b", len(item)))
                 add(item)
             elif kind is str:
@@ -199,8 +199,9 @@ class TreeWriter:
             part = value.reshape(-1).view(np.uint8)
         self.parts.append((part, value.nbytes))
 
-    def nested(self, value: Any) -> None:
+    def nested(self, value: Any, depth: int) -> None:
         """Appends an encoded tree, which is not decoded with this one."""
+        self.pickles |= value.pickles
         self._beside(b"E", value)
 
     def _beside(self, tag: bytes, part: Any) -> None:

@@ -18,9 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from m2flow.comm import _frames
 from m2flow.comm._deadline import LONGEST_SLEEP_S
-from m2flow.comm._frames import Kind
+from m2flow.comm._frames import MAX_HELLO_BYTES, Kind, header
 from m2flow.comm._loop import READ, WRITE, Loop
 from m2flow.comm._receiver import Receiver
 from m2flow.comm._replies import Awaited, nothing
@@ -68,7 +67,7 @@ class UnixLink:
         self._dealing_thread = 0
         self._poll: select.poll | None = None
         self._wake = -1
-        self.body_limit = _frames.MAX_HELLO_BYTES
+        self.body_limit = MAX_HELLO_BYTES
 
     def attach(self, connected: socket.socket) -> None:
         """Takes a connected socket; what was sent before goes out first."""
@@ -88,7 +87,7 @@ class UnixLink:
 
         Does not wait: what the socket does not take now is kept. Raises BrokenPipeError once closed.
         """
-        data = _frames.header(kind, request_id, len(body)) + bytes(body)
+        data = header(kind, request_id, len(body)) + bytes(body)
         with self._lock:
             if self._closed:
                 raise BrokenPipeError("the link is closed")
@@ -288,7 +287,7 @@ class UnixLink:
         Returns at once where another thread reads already, or the other end has yet to be believed.
         """
         try:
-            reads = self.body_limit != _frames.MAX_HELLO_BYTES and self._reading.acquire(blocking=False)
+            reads = self.body_limit != MAX_HELLO_BYTES and self._reading.acquire(blocking=False)
             waits = reads and self._begin_waiting(awaited)
             # Only now: an answer that comes at once wakes no other thread.
             ask()

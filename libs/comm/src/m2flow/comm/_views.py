@@ -7,55 +7,18 @@ search, and a view that runs empty leaves nothing behind.
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from heapq import merge
 from itertools import takewhile
 from operator import attrgetter
-from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from m2flow.comm._entries import Entry, Filter
 
 # Weights are summed as whole numbers of 2**-60: a sum of floats would drift with all that comes and goes.
 _UNITS_PER_WEIGHT = 2.0**60
 _ORDER = attrgetter("order")
-# Filters of longer keys are made anew: those that are kept outlive their items.
-_MAX_KEPT_KEY = 256
 
 
-class Filter(NamedTuple):
-    """Which items a `get` asks for; None is any."""
-
-    key: str | None
-    iteration: int | None
-    # The consumer whose home the key is; of a `get` that waits, who asks. Empty in a channel without routes.
-    home: str = ""
-
-
-def filters_of(key: str, iteration: int, home: str) -> tuple[Filter, ...]:
-    """Returns the filters that an item passes, by shape; one without a key, only those that ask for none."""
-    return (_kept_filters_of if len(key) <= _MAX_KEPT_KEY else _filters_of)(key, iteration, home)
-
-
-def _filters_of(key: str, iteration: int, home: str) -> tuple[Filter, ...]:
-    anyhow = (Filter(None, None, home), Filter(None, iteration, home))
-    return (*anyhow, Filter(key, None, home), Filter(key, iteration, home)) if key else anyhow
-
-
-_kept_filters_of = lru_cache(maxsize=1024)(_filters_of)
-
-
-class Queued(Protocol):
-    """What a queue needs to know of an entry: `order` grows with arrival, `filters` are those it passes."""
-
-    order: int
-    weight: float
-    # The weight as it is summed, which the queue fills in.
-    units: int
-    filters: tuple[Filter, ...]
-
-
-E = TypeVar("E", bound=Queued)
-
-
-class View(Generic[E]):
+class View:
     """The queued entries that pass one filter, in order.
 
     What came back is kept apart from what arrived: it finds its place among its like, however much is queued.
@@ -64,8 +27,8 @@ class View(Generic[E]):
     __slots__ = ("arrived", "returned", "units")
 
     def __init__(self) -> None:
-        self.arrived: OrderedDict[int, E] = OrderedDict()
-        self.returned: OrderedDict[int, E] | None = None
+        self.arrived: OrderedDict[int, Entry] = OrderedDict()
+        self.returned: OrderedDict[int, Entry] | None = None
         self.units = 0
 
     @property
@@ -76,12 +39,12 @@ class View(Generic[E]):
     def __len__(self) -> int:
         return len(self.arrived) + len(self.returned or ())
 
-    def __iter__(self) -> Iterator[E]:
+    def __iter__(self) -> Iterator[Entry]:
         if not self.returned:
             return iter(self.arrived.values())
         return merge(self.arrived.values(), self.returned.values(), key=_ORDER)
 
-    def restore(self, entries: Sequence[E]) -> None:
+    def restore(self, entries: Sequence[Entry]) -> None:
         """Puts entries back, in order; of what came back before it moves what lies between them and an end."""
         queued = self.returned = self.returned or OrderedDict()
         first, last = entries[0].order, entries[-1].order
@@ -99,10 +62,10 @@ class View(Generic[E]):
                 queued.move_to_end(order, last=not from_start)
 
 
-class Merged(Generic[E]):
+class Merged:
     """Several views, seen as one in order."""
 
-    def __init__(self, views: Sequence[View[E]]) -> None:
+    def __init__(self, views: Sequence[View]) -> None:
         self._views = views
 
     @property
@@ -113,15 +76,15 @@ class Merged(Generic[E]):
     def __len__(self) -> int:
         return sum(map(len, self._views))
 
-    def __iter__(self) -> Iterator[E]:
+    def __iter__(self) -> Iterator[Entry]:
         return merge(*self._views, key=_ORDER)
 
 
-class Queue(Generic[E]):
+class Queue:
     """All queued entries. Views of one shape, such as by key, are kept from the first time that one is asked for."""
 
     def __init__(self) -> None:
-        self._views: dict[Filter, View[E]] = {}
+        self._views: dict[Filter, View] = {}
         # Which of an entry's filters have views: the first one always, so that every entry is in one of them.
         self._shapes = [0]
         self._size = 0
@@ -134,7 +97,7 @@ class Queue(Generic[E]):
         """The sum of all weights."""
         return sum(view.units for view in self._of_all()) / _UNITS_PER_WEIGHT
 
-    def view(self, wanted: Filter) -> View[E] | None:
+    def view(self, wanted: Filter) -> View | None:
         """Returns the entries that pass a filter; None when there are none."""
         shape = (wanted.key is not None) * 2 + (wanted.iteration is not None)
         if shape not in self._shapes:
@@ -143,21 +106,21 @@ class Queue(Generic[E]):
             self._append(shape, everything)
         return self._views.get(wanted)
 
-    def view_of(self, homes: Sequence[str], wanted: Filter) -> View[E] | Merged[E] | None:
+    def view_of(self, homes: Sequence[str], wanted: Filter) -> View | Merged | None:
         """Returns the entries that pass a filter in any of some homes; None when there are none."""
         found = [self.view(Filter(wanted.key, wanted.iteration, home)) for home in homes]
         views = [view for view in found if view is not None]
         return Merged(views) if len(views) > 1 else views[0] if views else None
 
-    def all(self) -> list[E]:
+    def all(self) -> list[Entry]:
         """Returns every queued entry, in order."""
         return sorted((entry for view in self._of_all() for entry in view), key=_ORDER)
 
-    def _of_all(self) -> list[View[E]]:
+    def _of_all(self) -> list[View]:
         """Returns the views of the first shape, one a home."""
         return [view for passed, view in self._views.items() if passed.key is None and passed.iteration is None]
 
-    def append(self, entries: Sequence[E]) -> None:
+    def append(self, entries: Sequence[Entry]) -> None:
         """Adds entries whose orders are the newest."""
         self._size += len(entries)
         weight, units = 0.0, 0
@@ -170,9 +133,9 @@ class Queue(Generic[E]):
         for shape in self._shapes:
             self._append(shape, entries)
 
-    def _append(self, shape: int, entries: Sequence[E]) -> None:
+    def _append(self, shape: int, entries: Sequence[Entry]) -> None:
         filters: tuple[Filter, ...] = ()
-        view: View[E] | None = None
+        view: View | None = None
         for entry in entries:
             # Those of one message mostly go to one view.
             if entry.filters is not filters:
@@ -182,16 +145,16 @@ class Queue(Generic[E]):
                 view.arrived[entry.order] = entry
                 view.units += entry.units
 
-    def _view(self, wanted: Filter) -> View[E]:
+    def _view(self, wanted: Filter) -> View:
         view = self._views.get(wanted)
         if view is None:
             view = self._views[wanted] = View()
         return view
 
-    def restore(self, entries: Sequence[E]) -> None:
+    def restore(self, entries: Sequence[Entry]) -> None:
         """Adds entries that come back, in order."""
         self._size += len(entries)
-        returning: dict[Filter, list[E]] = {}
+        returning: dict[Filter, list[Entry]] = {}
         for entry in entries:
             for shape in self._shapes:
                 for passed in entry.filters[shape : shape + 1]:
@@ -199,15 +162,15 @@ class Queue(Generic[E]):
         for passed, of_view in returning.items():
             self._view(passed).restore(of_view)
 
-    def remove(self, entries: Sequence[E]) -> None:
+    def remove(self, entries: Sequence[Entry]) -> None:
         """Takes entries out of all their views."""
         self._size -= len(entries)
         for shape in self._shapes:
             self._remove(shape, entries)
 
-    def _remove(self, shape: int, entries: Sequence[E]) -> None:
+    def _remove(self, shape: int, entries: Sequence[Entry]) -> None:
         filters: tuple[Filter, ...] = ()
-        view: View[E] | None = None
+        view: View | None = None
         for entry in entries:
             if entry.filters is not filters:
                 filters = entry.filters

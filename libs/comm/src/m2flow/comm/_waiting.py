@@ -5,8 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from m2flow.comm._entries import Entry
-from m2flow.comm._views import Filter
+from m2flow.comm._entries import Entry, Filter
 
 
 class Refusal(NamedTuple):
@@ -17,7 +16,7 @@ class Refusal(NamedTuple):
     peers: tuple[str, ...] = ()
 
 
-Answer = Callable[[Sequence[Entry], Refusal | None], None]
+RequestId = tuple[Hashable, int]
 
 
 class Caller(NamedTuple):
@@ -26,15 +25,12 @@ class Caller(NamedTuple):
     session: Hashable
     member: str
     request: int
-    answer: Answer
+    answer: Callable[[Sequence[Entry], Refusal | None], None]
 
     @property
-    def asked(self) -> "RequestId":
+    def asked(self) -> RequestId:
         """What it asked for, as who withdraws it says."""
         return self.session, self.request
-
-
-RequestId = tuple[Hashable, int]
 
 
 @dataclass(slots=True, eq=False)

@@ -178,7 +178,7 @@ class Channel:
         events = sys.modules["asyncio"].get_running_loop()
         line = self._lines.get(events) or self._lines.setdefault(events, Line())
         if not await line.room(self._connect(self.host), deadline):
-            raise self._timed_out(_key_of(items), self.host, deadline)
+            raise deadline.timed_out(self.name, self.host, _key_of(items))
         if encoded is not None and max(payload.size_bytes for payload in encoded) > INLINE_BYTES:
             asked = await self._ask_put_async(items, encoded, deadline, line)
         else:
@@ -513,7 +513,8 @@ class Channel:
 
         try:
             if not await line.on_a_thread(pack, deadline):
-                raise self._timed_out(key, f"earlier puts, which wait for {self.host} or shared memory", deadline)
+                waited_for = f"earlier puts, which wait for {self.host} or shared memory"
+                raise deadline.timed_out(self.name, waited_for, key)
         except asyncio.CancelledError:
             give_up()
             raise
@@ -560,18 +561,14 @@ class Channel:
                 # What is large may go ahead of the message.
                 waits = not at_once and (not packed or payload.size_bytes > INLINE_BYTES)
                 if waits and not connection.wait_for_room(deadline):
-                    raise self._timed_out(key, self.host, deadline)
+                    raise deadline.timed_out(self.name, self.host, key)
                 packed.append(connection.pack(payload, deadline))
         except BaseException as error:
             connection.take_back(packed)
             if deadline.ended(error) and not isinstance(error, TimeoutError_):
-                peer = f"readers to let go of shared memory ({error})"
-                raise self._timed_out(key, peer, deadline) from error
+                raise deadline.timed_out(self.name, str(error), key) from error
             raise
         return packed
-
-    def _timed_out(self, key: str | None, peer: str, deadline: Deadline) -> TimeoutError_:
-        return TimeoutError_(channel=self.name, key=key, peer=peer, elapsed_s=deadline.elapsed_s)
 
     def _end_leases(self, leases: Lease | Iterable[Lease], *, give_back: bool) -> None:
         ended = [leases] if isinstance(leases, Lease) else leases

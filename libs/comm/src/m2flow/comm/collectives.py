@@ -89,8 +89,7 @@ class Handle(Generic[T]):
             if not missing:
                 # The last has come, or failed, this very moment.
                 return self.wait(0.0)
-            peers, elapsed_s = ", ".join(sorted(missing)), self._deadline.elapsed_s
-            raise TimeoutError_(channel=self._what, key=None, peer=peers, elapsed_s=elapsed_s) from None
+            raise self._deadline.timed_out(self._what, ", ".join(sorted(missing))) from None
 
     def _failed(self) -> "list[Future[Any]]":
         return [future for _, future in self._parts if future.done() and future.exception() is not None]
@@ -196,8 +195,7 @@ def _send(backend: Backend, peer: str, tree: Tree, tag: str, deadline: Deadline)
         return peer, backend.isend(peer, tree, tag=tag, timeout_s=deadline.left_s)
     except TimeoutError_ as error:
         # It counts from when the ranks before it had their trees.
-        elapsed_s = deadline.elapsed_s
-        raise TimeoutError_(channel=error.channel, key=None, peer=error.peer, elapsed_s=elapsed_s) from error
+        raise deadline.timed_out(error.channel, error.peer) from error
 
 
 class Span(NamedTuple):

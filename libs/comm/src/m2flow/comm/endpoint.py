@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 import numpy.typing as npt
@@ -20,7 +19,7 @@ from m2flow.comm import _copies
 from m2flow.comm._blanks import Shape
 from m2flow.comm._calls import CallServer, Handler, read_answer
 from m2flow.comm._connection import INLINE_BYTES, Connection, message_of, packed_of
-from m2flow.comm._copies import Copies
+from m2flow.comm._copies import Copies, is_near
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._executor import LaneExecutor
 from m2flow.comm._fabric import Fabric
@@ -37,7 +36,7 @@ from m2flow.comm.collectives import Handle
 from m2flow.comm.errors import CommError, TimeoutError_
 from m2flow.comm.payload import MAX_PAYLOAD_BYTES, Tree, encode
 from m2flow.comm.resharding import Box
-from m2flow.comm.routing import Address, route
+from m2flow.comm.routing import Address
 from m2flow.comm.tls import Tls
 from m2flow.comm.transfer import DEFAULT_BUCKET_BYTES, WeightReceiver
 from m2flow.comm.weights import SERVICE, StagedWeights, WeightReader, WeightStore, reader_numbers
@@ -109,11 +108,9 @@ class Endpoint:
             by_reference=by_reference,
             allow_pickle=allow_pickle,
             max_payload_bytes=max_payload_bytes,
-            on_gone=self._on_gone,
         )
         self._calls = CallServer(self._executor, self._own_executor, Parking(self._fabric.loop, connect_timeout_s))
         self._host = ChannelHost(Parking(self._fabric.loop, connect_timeout_s))
-        self._fabric.consumers_of = self._host.consumers_of
         self._weights = WeightStore(self._fabric.pool)
         self._reader = WeightReader()
         self._calls.add(SERVICE, self._weights.handle, own=True)
@@ -131,15 +128,15 @@ class Endpoint:
                 Kind.CHANNEL: self._host.on_request,
                 Kind.CANCEL: self._host.on_cancel,
             },
-            self._calls.on_prompt_call,
+            on_prompt_call=self._calls.on_prompt_call,
+            on_gone=self._on_gone,
+            consumers_of=self._host.consumers_of,
         )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Where ends are.
@@ -201,8 +198,7 @@ class Endpoint:
         except TimeoutError as error:
             if not deadline.ended(error):
                 raise
-            waited_for = f"readers, or this program, to let go of shared memory ({error})"
-            raise TimeoutError_(channel="empty", key=None, peer=waited_for, elapsed_s=deadline.elapsed_s) from error
+            raise deadline.timed_out("empty", str(error)) from error
 
     # Calls.
 
@@ -240,8 +236,7 @@ class Endpoint:
             # The time is over, the peer is lost, or a signal's handler has raised this.
             reply.add_done_callback(partial(_discard, connection))
             if deadline.ended(error):
-                call = f"{service}.{method}"
-                raise TimeoutError_(channel=call, key=None, peer=peer, elapsed_s=deadline.elapsed_s) from None
+                raise deadline.timed_out(f"{service}.{method}", peer) from None
             raise
         return read_answer(connection, body)
 
@@ -302,16 +297,14 @@ class Endpoint:
         encoded = encode(args)
         connection = self._fabric.connection(peer)
         if not connection.wait_for_room(deadline):
-            call = _name(service, method)
-            raise TimeoutError_(channel=call, key=None, peer=peer, elapsed_s=deadline.elapsed_s)
+            raise deadline.timed_out(_name(service, method), peer)
         for_memory = Deadline(0.0) if self._fabric.loop.inside() else deadline
         try:
             payload = connection.pack(encoded, for_memory)
         except TimeoutError as error:
             if not for_memory.ended(error):
                 raise
-            call, waited_for = _name(service, method), f"{peer} or another reader to let go of shared memory ({error})"
-            raise TimeoutError_(channel=call, key=None, peer=waited_for, elapsed_s=deadline.elapsed_s) from error
+            raise deadline.timed_out(_name(service, method), str(error)) from error
         try:
             request = comm_pb2.CallRequest(service=service, method=method, args=message_of(payload))
         except (TypeError, ValueError) as error:
@@ -343,8 +336,8 @@ class Endpoint:
         return self._isend(peer, tree, tag, Deadline(timeout_s))
 
     def _isend(self, peer: str, tree: Tree, tag: str, deadline: Deadline) -> "Future[None]":
-        local = self._fabric.in_this_process(peer)
-        if local is not None and route(self.address, self.address_of(peer), "cpu").backend == "reference":
+        local = self._fabric.by_reference(peer)
+        if local is not None:
             return local.mailbox.deliver(self.name, tag, tree) or _taken()
         return self._request_async(peer, _MAIL, tag, tree, deadline)
 
@@ -483,7 +476,7 @@ class Endpoint:
         that are there, or only offered, PeerLostError when the source dies, TimeoutError_ after `timeout_s` seconds.
         """
         deadline = Deadline(timeout_s)
-        if route(self.address, self.address_of(source), "cpu").backend == "grpc":
+        if not is_near(self, source):
             receiver, weights = self.weight_receiver(name, sources=[source]), dict[str, Tree]()
             receiver.prepare(version, timeout_s=timeout_s)
             receiver.commit(weights.update)

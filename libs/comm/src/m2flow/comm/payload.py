@@ -96,7 +96,7 @@ class Encoded(TreeWriter):
 
     def last_array(self) -> "LastArray | None":
         """Returns where its last array lies; None where that is not in order in the memory of this host."""
-        address = _address(self.parts[-1][0]) if self.parts else 0
+        address = _torch.address(self.parts[-1][0]) if self.parts else 0
         return LastArray(self.size_bytes - self.parts[-1][1], address) if address else None
 
     def write_into(self, target: Bytes) -> None:
@@ -115,7 +115,7 @@ class Encoded(TreeWriter):
                 # What is recycled memory must not leak between the parts: padding is part of the payload.
                 target[at:start] = 0
             at = start + size
-            if found := _address(part):
+            if found := _torch.address(part):
                 if found != address + start:
                     copy(address + start, found, size)
             elif isinstance(part, np.ndarray):
@@ -128,19 +128,7 @@ class Encoded(TreeWriter):
                 _torch.copy_into(part, target[start:at])
 
 
-def _address(part: Any) -> int:
-    """Returns where an array lies in order in the memory of this host; 0 where it does not, and for what is none."""
-    if isinstance(part, np.ndarray):
-        return part.ctypes.data if part.flags.c_contiguous else 0
-    return _torch.address(part) if _torch.is_tensor(part) else 0
-
-
-def _write_nested(writer: TreeWriter, value: Encoded, depth: int) -> None:
-    writer.pickles |= value.pickles
-    writer.nested(value)
-
-
-WRITERS[Encoded] = _write_nested
+WRITERS[Encoded] = TreeWriter.nested
 
 
 def encode(tree: Tree, *, lift: Callable[[Any], bool] | None = None) -> Encoded:

@@ -4,6 +4,7 @@ A tensor is a box of indices; a shard is a smaller box inside it. What a rank wa
 shards that others have, each element once, however rows, columns or copies are spread.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,10 +26,7 @@ class Box(NamedTuple):
 
     def num_elements(self) -> int:
         """Returns the number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @register

@@ -19,10 +19,11 @@ from m2flow.comm._changes import Changes, changed
 from m2flow.comm._copies import Copies, Draft, Parts, Turn, held, is_near
 from m2flow.comm._copying import Copy, copier
 from m2flow.comm._deadline import Deadline
+from m2flow.comm._layouts import Laid, read_layout
 from m2flow.comm.errors import CommError, PayloadError, PeerLostError, TimeoutError_
 from m2flow.comm.payload import Tree, encode
 from m2flow.comm.resharding import Box, Piece, cover, run
-from m2flow.comm.weights import SERVICE, Arrays, Laid, WeightReader, digest, new_empty, read_layout, reader_numbers
+from m2flow.comm.weights import SERVICE, Arrays, WeightReader, digest, reader_numbers
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 # What is fetched at a time at most: memory of which the C library has some at hand, where more would be fresh pages.
@@ -135,8 +136,7 @@ class WeightReceiver:
 
     def _prepare(self, version: int, near: Sequence[str], deadline: Deadline) -> Prepared:
         # What is on this host is mapped at once, its layout with it.
-        args = (self._name, version, self._number)
-        asked = {source: self._asked(source, "fetch", args, deadline) for source in near}
+        asked = {source: self._asked(source, "fetch", version, deadline) for source in near}
         mapped = {source: self._answer(source, "fetch", answer, deadline) for source, answer in asked.items()}
         plan, stamps = self._plan(version, deadline, mapped)
         used = {move.source for wanted in plan.values() for move in wanted.moves}
@@ -237,8 +237,7 @@ class WeightReceiver:
             traceback.clear_frames(error.__traceback__)
             if isinstance(error, TimeoutError_) and error.channel.startswith(SERVICE) and deadline.ended(error):
                 # It counts from when the calls before the last had their answers.
-                channel, peer, elapsed_s = error.channel, error.peer, deadline.elapsed_s
-                raise TimeoutError_(channel=channel, key=error.key, peer=peer, elapsed_s=elapsed_s) from error
+                raise deadline.timed_out(error.channel, error.peer, error.key) from error
             raise
         finally:
             for source in self._sources:
@@ -249,7 +248,7 @@ class WeightReceiver:
         """Tells a source that no more is asked of a version, and it is awaited no longer; does not wait for it."""
         if version is not None and version != self._base_of(source)[0]:
             with contextlib.suppress(CommError):
-                self._asked(source, "done", (self._name, version, self._number), Deadline(0.0))
+                self._asked(source, "done", version, Deadline(0.0))
 
     def _base_of(self, source: str) -> tuple[int | None, Sequence[Parts]]:
         return self._bases.get(source, (None, ()))
@@ -262,11 +261,16 @@ class WeightReceiver:
         for source in self._sources:
             moves = _moves_of(source, plan, names)
             if moves:
-                args = (self._name, version, self._number, stamps[source], _bounds(moves))
-                asked.append((source, moves, self._asked(source, "slices", args, deadline)))
+                slices = self._asked(source, "slices", version, deadline, stamps[source], _bounds(moves))
+                asked.append((source, moves, slices))
         return asked
 
-    def _asked(self, source: str, method: str, args: Tree, deadline: Deadline) -> "Future[Tree]":
+    def _call(self, source: str, method: str, version: int, deadline: Deadline, *more: Tree) -> Tree:
+        args = (self._name, version, self._number, *more)
+        return self._caller.request(source, SERVICE, method, args, timeout_s=deadline.left_s)
+
+    def _asked(self, source: str, method: str, version: int, deadline: Deadline, *more: Tree) -> "Future[Tree]":
+        args = (self._name, version, self._number, *more)
         return self._caller.request_async(source, SERVICE, method, args, timeout_s=deadline.left_s)
 
     def _answer(self, source: str, method: str, answer: "Future[Tree]", deadline: Deadline) -> Tree:
@@ -275,8 +279,7 @@ class WeightReceiver:
         except TimeoutError as error:
             if not deadline.ended(error):
                 raise
-            call = f"{SERVICE}.{method}"
-            raise TimeoutError_(channel=call, key=None, peer=source, elapsed_s=deadline.elapsed_s) from None
+            raise deadline.timed_out(f"{SERVICE}.{method}", source) from None
 
     def _plan(self, version: int, deadline: Deadline, mapped: Mapping[str, Tree]) -> tuple[Plan, Mapping[str, int]]:
         """Returns what covers each wanted box, and the stamps of the version at the sources that are not `mapped`.
@@ -288,10 +291,7 @@ class WeightReceiver:
             if source in mapped:
                 packed[source] = mapped[source]["layout"]
             else:
-                args = (self._name, version, self._number)
-                stamps[source], packed[source] = self._caller.request(
-                    source, SERVICE, "layout", args, timeout_s=deadline.left_s
-                )
+                stamps[source], packed[source] = self._call(source, "layout", version, deadline)
         spelt = encode(packed).to_bytes()
         if self._planned is None or self._planned[0] != spelt:
             layouts = {source: read_layout(layout) for source, layout in packed.items()}
@@ -320,8 +320,7 @@ class WeightReceiver:
     def _checked(self, source: str, version: int, answer: Tree, deadline: Deadline) -> Arrays:
         """Returns the arrays of a source on this host, in place, once their digests are checked."""
         since = time.monotonic()
-        args = (self._name, version, self._number)
-        ask = partial(self._caller.request, source, SERVICE, "digests", args, timeout_s=deadline.left_s)
+        ask = partial(self._call, source, "digests", version, deadline)
         arrays = self._reader.check(source, self._name, version, answer, ask)
         self._checking_s += time.monotonic() - since
         return arrays
@@ -363,8 +362,7 @@ class WeightReceiver:
         buckets = [moves[slice(*bounds)] for bounds in _runs(sizes, min(self._bucket_bytes, _FETCHED_BYTES))]
 
         def put(bucket: Sequence[tuple[str, _Move]], base: int | None) -> bool:
-            args = (self._name, version, self._number, stamp, _bounds(bucket), base)
-            came = self._caller.request(source, SERVICE, "slices", args, timeout_s=deadline.left_s)
+            came = self._call(source, "slices", version, deadline, stamp, _bounds(bucket), base)
             self._moved_bytes += sum(int(found.nbytes) for found, _ in came)
             for (name, move), (found, expected) in zip(bucket, came, strict=True):
                 since = time.monotonic()
@@ -445,8 +443,8 @@ def _made(old: Tree, found: Tree, expected: int) -> Tree:
 
 def _copied(target: Tree, name: str, moves: Sequence[_Move], given: Mapping[str, Given], copy: Copy) -> bool:
     """Copies a tensor's pieces by their addresses, if they and the target lie in order in this host's memory."""
-    into = _address(target)
-    if not into:
+    into = _torch.address(target)
+    if not into or not (_torch.is_tensor(target) or target.flags.writeable):
         return False
     copies = []
     for move in moves:
@@ -466,17 +464,10 @@ def _copied(target: Tree, name: str, moves: Sequence[_Move], given: Mapping[str,
     return True
 
 
-def _address(target: Tree) -> int:
-    """Returns where an array or tensor may be written, 0 where it does not lie in order in the memory of this host."""
-    if _torch.is_tensor(target):
-        return _torch.address(target)
-    return int(target.ctypes.data) if target.flags.c_contiguous and target.flags.writeable else 0
-
-
 def _put_together(box: Box, pieces: Sequence[tuple[Box, Tree]]) -> Tree:
     if len(pieces) == 1 and pieces[0][0] == box:
         return pieces[0][1]
-    whole = new_empty(pieces[0][1], box.shape)
+    whole = _torch.new_empty(pieces[0][1], box.shape)
     for part, array in pieces:
         _put(whole, box, part, array)
     return whole

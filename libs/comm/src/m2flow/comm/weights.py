@@ -16,17 +16,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from m2flow.comm import _torch
 from m2flow.comm._calls import Lend, Request
 from m2flow.comm._changes import changes
 from m2flow.comm._deadline import Deadline
+from m2flow.comm._layouts import packed_layout
 from m2flow.comm._segments import Pool, Slot, slot_bytes
-from m2flow.comm._tree import Bytes, check
-from m2flow.comm.errors import CommError, PayloadError, TimeoutError_
+from m2flow.comm._tree import Bytes
+from m2flow.comm.errors import CommError, PayloadError
 from m2flow.comm.payload import Encoded, Place, Tree, decode, encode, structure
-from m2flow.comm.resharding import Box, Shard
+from m2flow.comm.resharding import Shard
 
 SERVICE = "m2flow.weights"
 SAMPLE = 8
@@ -125,7 +124,7 @@ class WeightStore:
         line = self._line(name)
         left_s = deadline.left_s
         if not line.staging.acquire(timeout=-1.0 if left_s is None else left_s):
-            raise _timed_out(name, "another thread that stages a version of it", deadline)
+            raise deadline.timed_out(f"{SERVICE}.stage", "another thread that stages a version of it", name)
         try:
             keys = list(arrays)
             checked = keys[line.num_staged % SAMPLE :: SAMPLE] if line.num_staged else keys
@@ -139,7 +138,7 @@ class WeightStore:
             except TimeoutError as error:
                 if not deadline.ended(error):
                     raise
-                raise _timed_out(name, f"a reader to let go of shared memory ({error})", deadline) from error
+                raise deadline.timed_out(f"{SERVICE}.stage", str(error), name) from error
             finally:
                 self._publish(name, line, version, staged)
         finally:
@@ -378,10 +377,6 @@ def _only_offered(name: str, version: int) -> ValueError:
     return ValueError(f"weights {name!r} version {version} are only offered: stream them, or stage them")
 
 
-def _timed_out(name: str, waited_for: str, deadline: Deadline) -> TimeoutError_:
-    return TimeoutError_(channel=f"{SERVICE}.stage", key=name, peer=waited_for, elapsed_s=deadline.elapsed_s)
-
-
 class Known(NamedTuple):
     """The structure of one version, which later ones mostly share: where each array lies, and its dtype."""
 
@@ -473,63 +468,6 @@ def _laid(tree: Tree) -> Tree:
     return tree["stamp"], tree["layout"]
 
 
-class Laid(NamedTuple):
-    """The box of a shard, the shape of its whole tensor, and an array of its dtype that has no elements."""
-
-    box: Box
-    whole: tuple[int, ...]
-    kind: Tree
-
-
-def packed_layout(weights: Mapping[str, Tree]) -> Tree:
-    """Returns how each of the arrays or shards lies, in columns: it is read once for every version, at both ends."""
-    numbers: list[int] = []
-    # By name, as torch's and numpy's do not compare.
-    kinds: dict[str, tuple[int, Tree]] = {}
-    for value in weights.values():
-        box, whole, kind = _layout(value)
-        number, _ = kinds.setdefault(str(kind.dtype), (len(kinds), kind))
-        numbers += (len(whole), *box.offset, *box.shape, *whole, number)
-    return list(weights), np.array(numbers, np.int64), [kind for _, kind in kinds.values()]
-
-
-def read_layout(packed: Tree) -> dict[str, Laid]:
-    """Returns how each of the arrays or shards lies; the inverse of `packed_layout`."""
-    names, numbers, kinds = packed
-    flat = iter(numbers.tolist())
-    found = {}
-    for name in names:
-        ndim = next(flat)
-        offset, shape, whole = (tuple(itertools.islice(flat, ndim)) for _ in range(3))
-        found[name] = Laid(Box(offset, shape), whole, kinds[next(flat)])
-    return found
-
-
-def _layout(value: Tree) -> Laid:
-    data = value.data if isinstance(value, Shard) else value
-    if not (isinstance(data, np.ndarray) or _torch.is_tensor(data)):
-        raise PayloadError(f"got a {type(data).__name__} among weights, want arrays and tensors only")
-    check(data)
-    shape, kind = tuple(data.shape), new_empty(data, (0,))
-    if isinstance(value, Shard):
-        return Laid(Box(value.offset, shape), value.global_shape, kind)
-    return Laid(Box((0,) * len(shape), shape), shape, kind)
-
-
-def new_empty(like: Tree, shape: tuple[int, ...]) -> Tree:
-    """Returns an array of another's dtype, or a tensor of another's on the host, that is yet to be written."""
-    if _torch.is_tensor(like):
-        return _torch.empty(_torch.code_of(like), shape, "cpu")
-    return np.empty(shape, like.dtype)
-
-
 def digest(value: Tree) -> int:
     """Returns the CRC-32 of an array's elements, which finds accidents, not forgers."""
-    return zlib.crc32(bytes_of(value).data)
-
-
-def bytes_of(value: Tree) -> Bytes:
-    """Returns an array's elements in order, shape [nbytes]: where they lie, if they do so."""
-    if _torch.is_tensor(value):
-        return _torch.to_bytes(value)[2]
-    return np.asarray(value, order="C").reshape(-1).view(np.uint8) if value.nbytes else np.empty(0, np.uint8)
+    return zlib.crc32(_torch.bytes_of(value).data)

@@ -18,7 +18,7 @@ from m2flow.flow._mail import ENTERED, parse_id
 from m2flow.flow.errors import RunError
 from m2flow.flow.glue import LEFT, MARKS, Glue, Quota
 from m2flow.flow.microflow import MicroFlow, MicroStage, Op
-from m2flow.flow.order import SourceOrder
+from m2flow.flow.order import Seq, SourceOrder
 from m2flow.worker import Item
 
 # More items than an inbox holds.
@@ -34,7 +34,7 @@ class Chunk:
     items: list[Item]
     dead: list[Item] = field(default_factory=list)
     leases: list[Lease] = field(default_factory=list)
-    rounds: dict[tuple[int, ...], int] = field(default_factory=dict)
+    rounds: dict[Seq, int] = field(default_factory=dict)
     inputs: list[str] = field(default_factory=list)
 
     def absorb(self, other: "Chunk") -> None:
@@ -80,21 +80,21 @@ class Inbox:
         # What waits at the head of a loop until another item has left it.
         self._outside: deque[Item] = deque()
         # An episode dies in two rounds where its process was killed after it had told one consumer of the first.
-        self._dead: set[tuple[str, tuple[int, ...]]] = set()
+        self._dead: set[tuple[str, Seq]] = set()
         self._leases: dict[str, list[Lease]] = {}
         # The processes that put items into a loop from outside.
         self._entering = sum(flow.num_ranks(port) for port in outside)
         # Living items that this stage was given from outside and that have not left the loop, waiting ones included.
         self._live = 0
         # The places of all that entered the loop, and what was told of those that left it, or died in it.
-        self._entered: set[tuple[int, ...]] = set()
-        self._told: set[tuple[tuple[int, ...], int]] = set()
+        self._entered: set[Seq] = set()
+        self._told: set[tuple[Seq, int]] = set()
         self._recounts = bool(inbox.feedback) and flow.group(stage.group).restarts
         # The leases of what is inside the loop, by place, and of what was counted and has no counterpart.
-        self._inside: dict[tuple[int, ...], Lease] = {}
+        self._inside: dict[Seq, Lease] = {}
         self._counted: list[Lease] = []
         # Places whose output is yet to be put; leases of other rounds of theirs, after a death, wait for that.
-        self._in_hand: set[tuple[int, ...]] = set()
+        self._in_hand: set[Seq] = set()
         self._waiting: list[Lease] = []
         # What is done with, to be committed by the next request for items.
         self._done: list[Lease] = []

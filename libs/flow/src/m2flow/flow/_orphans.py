@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable, Sequence
 
+from m2flow.flow.order import Seq
 from m2flow.worker import Item
 
 
@@ -17,7 +18,7 @@ class Orphans:
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         # The places that began here, by iteration, and whether each has come to a stage inside a loop.
-        self._begun: dict[int, dict[tuple[int, ...], bool]] = {}
+        self._begun: dict[int, dict[Seq, bool]] = {}
 
     def bury(self, iterations: Iterable[int]) -> None:
         """Gives up what was begun in these iterations before this process was there."""

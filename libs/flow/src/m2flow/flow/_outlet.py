@@ -3,9 +3,10 @@
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from m2flow.comm import Channel, Endpoint, Put
-from m2flow.flow._mail import ENTERED, gate_channel, inbox_channel, key_of, make_id
+from m2flow.flow._mail import ANYONE, ENTERED, gate_channel, inbox_channel, key_of, make_id
 from m2flow.flow.glue import Filter
 from m2flow.flow.microflow import DRIVER, MicroFlow, MicroStage
 from m2flow.worker import Item
@@ -29,6 +30,15 @@ class Tally:
             return True
 
 
+class _Way(NamedTuple):
+    """To one stage that takes the items: its channel, and the filter that decides which are sent."""
+
+    taker: MicroStage
+    num_ranks: int
+    channel: Channel
+    sieve: Filter | None
+
+
 class Outlet:
     """The sending side of one stage in one process."""
 
@@ -37,13 +47,11 @@ class Outlet:
         self._stage = stage
         self._tally = tally
         self._endpoint = endpoint
-        self._takers: list[tuple[MicroStage, int]] = []
-        self._channels = []
-        self._sieves: list[Filter | None] = []
+        self._ways = []
         for taker in flow.takers(stage):
-            self._takers.append((taker, flow.num_ranks(taker.name)))
-            self._sieves.append(next((Filter(op) for op in taker.inbox.sieves if stage in op.inputs), None))
-            self._channels.append(endpoint.channel(inbox_channel(flow.generation, taker.name), host=DRIVER))
+            channel = endpoint.channel(inbox_channel(flow.generation, taker.name), host=DRIVER)
+            sieve = next((Filter(op) for op in taker.inbox.sieves if stage in op.inputs), None)
+            self._ways.append(_Way(taker, flow.num_ranks(taker.name), channel, sieve))
         self._gates = [
             (endpoint.channel(gate_channel(flow.generation, later.name), host=DRIVER), later.after)
             for later in flow.stages
@@ -57,7 +65,7 @@ class Outlet:
 
         Raises TimeoutError after `timeout_s` seconds of that: then all of them may be put again.
         """
-        for (taker, num_ranks), channel, sieve in zip(self._takers, self._channels, self._sieves, strict=True):
+        for taker, num_ranks, channel, sieve in self._ways:
             back = int(self._stage in taker.inbox.feedback)
             puts = [
                 Put(
@@ -74,7 +82,7 @@ class Outlet:
 
     def end(self, iteration: int) -> None:
         """Says that this process has put all of an iteration, to inboxes and to whoever comes after."""
-        for (taker, num_ranks), channel in zip(self._takers, self._channels, strict=True):
+        for taker, num_ranks, channel, _ in self._ways:
             if taker.inbox.feedback and self._stage not in taker.inbox.feedback:
                 channel.put_many(self._entered(iteration, num_ranks, taker.inbox.routed))
             self._end(channel, taker.inbox.ports, iteration)
@@ -91,11 +99,6 @@ class Outlet:
         note = replace(Item((0,), iteration), tombstone=ENTERED)
         sender = f"{self._stage}@{self._endpoint.name}"
         return [
-            Put(
-                item=note,
-                id=f"{sender}|{rank}|0",
-                iteration=iteration,
-                key=str(rank) if routed else "",
-            )
+            Put(item=note, id=f"{sender}|{rank}|0", iteration=iteration, key=str(rank) if routed else ANYONE)
             for rank in range(num_ranks if routed else 1)
         ]

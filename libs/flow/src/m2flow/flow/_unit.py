@@ -52,21 +52,16 @@ class Unit:
         return turn
 
     @contextmanager
-    def working(self, stage: str, iteration: int) -> Iterator[None]:
-        """Holds the worker: its methods run one at a time."""
+    def running(self, stage: str, iteration: int) -> Iterator[pb.Span]:
+        """Holds the worker, whose methods run one at a time, and records that it is busy."""
         if not self.context.turn.acquire(blocking=False):
             with self.recorder.span(pb.SPAN_KIND_WAIT_LOCK, stage, iteration):
                 self.context.turn.acquire()
         try:
-            yield
+            with self.recorder.span(pb.SPAN_KIND_BUSY, stage, iteration) as span:
+                yield span
         finally:
             self.context.turn.release()
-
-    @contextmanager
-    def running(self, stage: str, iteration: int) -> Iterator[pb.Span]:
-        """Holds the worker and records that it is busy."""
-        with self.working(stage, iteration), self.recorder.span(pb.SPAN_KIND_BUSY, stage, iteration) as span:
-            yield span
 
     def await_weights(self, stage: str, iteration: int, version: int) -> None:
         """Waits until the worker has weights of `version` or later. Raises RunStopped at the end of the run."""

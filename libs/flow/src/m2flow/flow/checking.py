@@ -122,10 +122,8 @@ def _granularity(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Iter
 
 
 def _quotas(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Iterator[str]:
-    drawn_on = graph.before_quotas
     for stage in graph.stages.values():
-        behind = {s.producer for s in graph.streams if s.consumer == stage.name} & drawn_on
-        if stage.kind == pb.STAGE_KIND_BARRIER and stage.name in drawn_on and behind:
+        if stage.kind == pb.STAGE_KIND_BARRIER and stage.name in graph.before_quotas:
             yield f"plan: {stage.name} waits for the end, which a quota behind it decides: want the barrier after it"
         if stage.kind == pb.STAGE_KIND_SINK:
             for glue in (glue for glue in graph.glue_before(stage.name) if glue.HasField("quota")):
@@ -162,8 +160,7 @@ def _needs_one_rank(glue: pb.Stage) -> bool:
 def _turns(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Iterator[str]:
     positions = {stage.stage: stage.position for stage in plan.stages}
     for producer, consumer in _sharing_pairs(graph, plan):
-        same_cycle = {producer, consumer} <= graph.in_cycles
-        if not same_cycle and positions[producer] >= positions[consumer]:
+        if positions[producer] >= positions[consumer]:
             yield (
                 f"plan: {consumer} (position {positions[consumer]}) takes its turn before {producer} "
                 f"(position {positions[producer]}), which feeds it: a cycle across the lock; want the producer first"
@@ -171,14 +168,16 @@ def _turns(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Iterator[s
 
 
 def _sharing_pairs(graph: Graph, plan: pb.ExecutionPlan) -> Iterator[tuple[str, str]]:
-    """Pairs of stages on common devices where the first comes before the second in the program."""
+    """Pairs of stages on common devices where the first comes before the second, which in a loop both do of each other:
+    there they are left out."""
     owned = {group.group: set(group.device_ids) for group in plan.groups}
     planned = [name for name in graph.order if name in {stage.stage for stage in plan.stages}]
     for consumer in planned:
         before = graph.ancestors(consumer)
         for producer in planned:
             groups = graph.stages[producer].group, graph.stages[consumer].group
-            if producer in before and producer != consumer and owned[groups[0]] & owned[groups[1]]:
+            looped = {producer, consumer} <= graph.in_cycles
+            if producer in before and not looped and producer != consumer and owned[groups[0]] & owned[groups[1]]:
                 yield producer, consumer
 
 
@@ -198,8 +197,6 @@ def _capacities(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Itera
         elif capacity[name]:
             yield from _crowding(graph, plan, name, ports, capacity[name], entering[name])
     for producer, consumer in _sharing_pairs(graph, plan):
-        if producer in graph.in_cycles and consumer in graph.in_cycles:
-            continue
         turn = plans[producer]
         part = 1.0 if turn.hold else turn.granularity / graph.volume(producer)
         for name in plans:

@@ -225,7 +225,7 @@ class Join(Operation):
 
     def __init__(self, op: Op) -> None:
         self._ports = op.inputs
-        self._waiting: dict[tuple[int, ...], dict[str, Item]] = {}
+        self._waiting: dict[Seq, dict[str, Item]] = {}
 
     def push(self, item: Item, port: str) -> list[Item]:
         """Returns the united item when this was its last way."""

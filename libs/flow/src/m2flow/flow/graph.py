@@ -33,7 +33,10 @@ class Graph:
     """One program as stages and streams; immutable. Build it with `trace`, or from a message."""
 
     def __init__(self, message: pb.WorkflowGraph, specs: Mapping[str, Spec] | None = None) -> None:
-        """Checks the message. Raises GraphError on a name twice, an unknown end of a stream, or a bare cycle."""
+        """Checks the message. Raises GraphError on a name twice, an unknown end of a stream, or a bare cycle.
+
+        Without specifications it can be planned and drawn, and not run.
+        """
         self._message = pb.WorkflowGraph()
         self._message.CopyFrom(message)
         self.specs: Mapping[str, Spec] = dict(specs or {})
@@ -43,11 +46,6 @@ class Graph:
         self.streams = tuple(self._message.streams)
         self.groups = {group.name: group for group in self._message.groups}
         self._check()
-
-    @classmethod
-    def from_proto(cls, message: pb.WorkflowGraph) -> "Graph":
-        """The graph of a message; it can be planned and drawn, and not run, since it has no specifications."""
-        return cls(message)
 
     def to_proto(self) -> pb.WorkflowGraph:
         """A copy of the message."""

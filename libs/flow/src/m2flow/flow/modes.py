@@ -94,7 +94,8 @@ def _all_devices(graph: Graph, cluster: Cluster, name: str) -> list[int]:
 
 
 def _dealt(graph: Graph, cluster: Cluster, names: Sequence[str], weights: Mapping[str, float]) -> dict[str, list[int]]:
-    ids = _all_devices(graph, cluster, names[0]) and _of_kind(cluster, graph.groups[names[0]].device_kind)
+    _all_devices(graph, cluster, names[0])  # raises where there are none, or too few for one rank
+    ids = _of_kind(cluster, graph.groups[names[0]].device_kind)
     widths = {name: max(1, graph.groups[name].devices_per_rank, graph.groups[name].min_devices) for name in names}
     if sum(widths.values()) > len(ids):
         return _crowded(names, widths, ids)

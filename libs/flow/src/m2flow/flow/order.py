@@ -73,10 +73,10 @@ class SourceOrder:
         """Takes an item; returns the items whose turn it is now, in order."""
         if self._window == 0:
             return [item]
-        if self._window > 1 and len(item.seq) == 1:
-            return self._push_window(item)
         assert item.seq not in self._early, f"{item.id} came twice"
         self._early[item.seq] = item
+        if self._window > 1 and len(item.seq) == 1:
+            return self._within_window()
         released = []
         while (found := self._first()) is not None:
             released.append(self._early.pop(found))
@@ -112,9 +112,8 @@ class SourceOrder:
             seq = parent
         return (seq[0] + self._stride,)
 
-    def _push_window(self, item: Item) -> list[Item]:
-        assert item.seq not in self._early, f"{item.id} came twice"
-        self._early[item.seq] = item
+    def _within_window(self) -> list[Item]:
+        """What is early no longer: of the window that is not full yet, and of each that begins as one fills."""
         released: list[Item] = []
         while True:
             window = self._released // self._window

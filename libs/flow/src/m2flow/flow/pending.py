@@ -15,6 +15,7 @@ from m2flow.flow._quota import QuotaBoard
 from m2flow.flow.errors import RunStopped
 from m2flow.flow.glue import MARKS
 from m2flow.flow.microflow import DRIVER, MicroFlow, Op, pack
+from m2flow.flow.order import Seq
 from m2flow.flow.result import IterationResult
 from m2flow.proto.flow.v1 import flow_pb2 as pb
 from m2flow.worker import AttachedGroup, CallHandle, Item
@@ -145,8 +146,8 @@ class Pending:
                 raise ValueError(f"submit: got item {item.id}, want {self.iteration}:{number}: make it with {want}")
 
     def _feed_until_full(self) -> None:
-        while wanting := [op for op in self._quotas if not self._is_full(op)]:
-            items = self._more(self._num_fed) if self._more is not None and wanting else []
+        while not all(self._is_full(op) for op in self._quotas):
+            items = self._more(self._num_fed) if self._more is not None else []
             if not items:
                 break
             self._feed(items)
@@ -167,7 +168,7 @@ class Pending:
         sink = replace(sink, eager=True, share=_AT_ONCE)
         inbox = Inbox(self._flow, sink, channel, self.iteration, rank=0, quota=None)
         outputs: list[Item] = []
-        dead: set[tuple[tuple[int, ...], str]] = set()  # one that came by several of the program's results is one
+        dead: set[tuple[Seq, str]] = set()  # one that came by several of the program's results is one
         while True:
             try:
                 chunk = inbox.next(timeout_s=_LOOK_S)

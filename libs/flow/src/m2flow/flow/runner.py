@@ -25,7 +25,9 @@ from m2flow.flow.microflow import MicroFlow, MicroStage, unpack
 from m2flow.proto.flow.v1 import flow_pb2 as pb
 from m2flow.worker import Item, Worker, WorkerContext
 
-Job = Callable[[], Counter[str]]
+# What was lost in a stage, by reason; None where nothing can be.
+Lost = Counter[str] | None
+Job = Callable[[], Lost]
 
 
 class RankRunner:
@@ -40,7 +42,7 @@ class RankRunner:
             self._rendezvous = Rendezvous(context.endpoint, context.group, context.rank, context.world_size)
         self._lanes: dict[str, _Lane] = {}
         self._visit = ExitStack()
-        self._begun: dict[int, dict[str, Future[Counter[str]]]] = {}
+        self._begun: dict[int, dict[str, Future[Lost]]] = {}
         self._fresh = True
 
     def begin(self, iteration: int, under_way: Sequence[int], packed: bytes) -> None:
@@ -72,7 +74,7 @@ class RankRunner:
         try:
             for future in futures:
                 if future.done():
-                    lost.update(future.result())
+                    lost.update(future.result() or ())
         except (ChannelClosedError, RunStopped):
             return {"stopped": True}  # The driver took the channels away: it knows why.
         assert all(future.done() for future in futures), "a stage that failed has raised above"
@@ -130,16 +132,15 @@ class RankRunner:
         return self._lanes[name]
 
     def _jobs(self, iteration: int, flow: MicroFlow) -> list[tuple[str, Job]]:
-        jobs: list[tuple[str, Job]] = []
-        for stage in flow.stages_of(self._unit.context.group):
-            jobs.append((stage.name, self._job(iteration, flow, stage)))
+        own = flow.stages_of(self._unit.context.group)
+        jobs = [(stage.name, self._job(iteration, flow, stage)) for stage in own]
         for stage in self._received(flow):
-            jobs.append((f"{stage.name}>", _counted(partial(Reception(flow, stage, self._unit).run, iteration))))
+            jobs.append((f"{stage.name}>", partial(Reception(flow, stage, self._unit).run, iteration)))
         return jobs
 
     def _job(self, iteration: int, flow: MicroFlow, stage: MicroStage) -> Job:
         if stage.kind == "publish":
-            return _counted(partial(Publication(flow, stage, self._unit).run, iteration))
+            return partial(Publication(flow, stage, self._unit).run, iteration)
 
         # Weights of an iteration are those that it left behind: the next one changes none before they are on their way.
         before = self._begun.get(iteration - 1, {})
@@ -174,11 +175,11 @@ class _Lane:
     def __init__(self, name: str, begin: Callable[[], None]) -> None:
         """`begin` runs first on the thread."""
         self._begin = begin
-        self._jobs: queue.SimpleQueue[tuple[Job, Future[Counter[str]]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Job, Future[Lost]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=f"flow:{name}", daemon=True).start()
 
-    def submit(self, job: Job) -> "Future[Counter[str]]":
-        future: Future[Counter[str]] = Future()
+    def submit(self, job: Job) -> "Future[Lost]":
+        future: Future[Lost] = Future()
         self._jobs.put((job, future))
         return future
 
@@ -193,11 +194,3 @@ class _Lane:
                 future.set_result(job())
             except BaseException as failure:
                 future.set_exception(failure)
-
-
-def _counted(run: Callable[[], None]) -> Job:
-    def job() -> Counter[str]:
-        run()
-        return Counter()
-
-    return job

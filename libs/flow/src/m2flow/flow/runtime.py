@@ -4,7 +4,7 @@ Between the stages nothing passes through it: it feeds the source's items in and
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import combinations
@@ -70,7 +70,7 @@ class Runtime:
         self._attach(self._session.start_all(wanted))
         self._carry(carried or {})
         self._open_channels()
-        self._publish(iteration, [stage.to for stage in self._flow.stages if stage.to])
+        self._publish(iteration, self.groups.keys())
 
     def run(self, iteration: int, items: Sequence[Item], *, more: More | None = None) -> IterationResult:
         """Runs one iteration on the source's items and returns what it gave. Blocks; raises as `Pending.result` does.
@@ -147,9 +147,7 @@ class Runtime:
         self._attach(heirs)
         self._carry(carried)
         self._open_channels()
-        renewed = {group.name for group in moved}
-        receivers = [s.to for s in flow.stages if s.to and ({s.to, s.group} & renewed)]
-        self._publish(self._next, receivers, [s.group for s in flow.stages if s.to and s.group in renewed])
+        self._publish(self._next, {group.name for group in moved})
 
     def carried(self) -> dict[str, list[Item]]:
         """What quotas keep for the next iteration, by quota: what a run that goes on from here starts with. Blocks.
@@ -234,8 +232,11 @@ class Runtime:
             first = self._under_way[0].iteration
             raise RunError(f"{asked}: iteration {first} is under way, want its result taken first")
 
-    def _publish(self, version: int, receivers: Sequence[str], sources: Sequence[str] | None = None) -> None:
-        senders = sources if sources is not None else [stage.group for stage in self._flow.stages if stage.to]
+    def _publish(self, version: int, renewed: Set[str]) -> None:
+        """Has groups that were renewed give their weights to their receivers and get those of their source. Blocks."""
+        publishes = [stage for stage in self._flow.stages if stage.to]
+        senders = [stage.group for stage in publishes if stage.group in renewed]
+        receivers = [stage.to for stage in publishes if not renewed.isdisjoint((stage.to, stage.group))]
         handles = [self._runners[name].send_weights(version, self._flow) for name in dict.fromkeys(senders)]
         handles += [self._runners[name].receive_weights(version, self._flow) for name in dict.fromkeys(receivers)]
         for handle in handles:

@@ -31,7 +31,27 @@ def _mixed(key: tuple[int, ...]) -> int:
     return mixed
 
 
-class SyntheticRollout(Worker):
+class _Resident(Worker):
+    """Comes to its device and leaves it, each in `switch_s`, and holds `bytes` there."""
+
+    _loaded = True
+
+    def onload(self) -> None:
+        """Sleeps as long as a real one would copy."""
+        time.sleep(self.config.get("switch_s", 0.0))
+        self._loaded = True
+
+    def offload(self) -> None:
+        """Sleeps as long as a real one would copy."""
+        time.sleep(self.config.get("switch_s", 0.0))
+        self._loaded = False
+
+    def resident_bytes(self) -> int:
+        """What `bytes` says, while it is loaded."""
+        return int(self.config.get("bytes", 0)) if self._loaded else 0
+
+
+class SyntheticRollout(_Resident):
     """Generates `samples` completions a prompt; each takes `seconds`, times `tail` for one prompt in `tail_every`.
 
     The prompts of a call run side by side, and each prompt's samples come when they are done. `switch_s` is what it
@@ -44,7 +64,6 @@ class SyntheticRollout(Worker):
         """Starts with weights of zero, which no publication has."""
         self._weights: NDArray[np.float64] = np.zeros(_WIDTH)
         self._version = -1
-        self._loaded = True
 
     @stage
     def generate(self, items: list[Item]) -> Iterator[Item]:
@@ -71,20 +90,6 @@ class SyntheticRollout(Worker):
         assert self._loaded, "load_weights was called while the worker was offloaded"
         self._weights = np.array(weights["w"])
         self._version = version
-
-    def onload(self) -> None:
-        """Sleeps as long as a real one would copy."""
-        time.sleep(self.config.get("switch_s", 0.0))
-        self._loaded = True
-
-    def offload(self) -> None:
-        """Sleeps as long as a real one would copy."""
-        time.sleep(self.config.get("switch_s", 0.0))
-        self._loaded = False
-
-    def resident_bytes(self) -> int:
-        """What `bytes` says, while it is loaded."""
-        return int(self.config.get("bytes", 0)) if self._loaded else 0
 
     def version(self) -> int:
         """The version of its weights."""
@@ -118,7 +123,7 @@ class SyntheticReward(Worker):
         return item.with_fields(reward=float(int(ids.sum()) % 7) + float(item.fields["signal"]))
 
 
-class SyntheticActor(Worker):
+class SyntheticActor(_Resident):
     """Trains on graded groups, `seconds` each; the optimiser steps once in `minibatch` groups, by count."""
 
     in_step: ClassVar[bool] = True
@@ -129,7 +134,6 @@ class SyntheticActor(Worker):
         self._gradient = np.zeros(_WIDTH)
         self._seen = 0
         self._steps = 0
-        self._loaded = True
 
     @stage
     def train(self, items: list[Item]) -> Iterable[Item]:
@@ -156,20 +160,6 @@ class SyntheticActor(Worker):
         self._weights = np.array(shards.get("weights", self._weights))
         self._gradient = np.array(shards.get("gradient", self._gradient))
         self._seen, self._steps = map(int, shards.get("counts", (self._seen, self._steps)))
-
-    def onload(self) -> None:
-        """Sleeps as long as a real one would copy."""
-        time.sleep(self.config.get("switch_s", 0.0))
-        self._loaded = True
-
-    def offload(self) -> None:
-        """Sleeps as long as a real one would copy."""
-        time.sleep(self.config.get("switch_s", 0.0))
-        self._loaded = False
-
-    def resident_bytes(self) -> int:
-        """What `bytes` says, while it is loaded."""
-        return int(self.config.get("bytes", 0)) if self._loaded else 0
 
     def weights(self) -> list[float]:
         """The weights as numbers."""

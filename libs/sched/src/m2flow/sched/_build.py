@@ -13,14 +13,13 @@ from m2flow.sched._checks import check_numbers, check_volumes, remarks
 from m2flow.sched._cluster import Pool, pools
 from m2flow.sched._costs import Costs, build_costs
 from m2flow.sched._cycle import cycle_rows
-from m2flow.sched._hand_offs import lately
 from m2flow.sched._problem import NO_PINS, Pins, Problem
 from m2flow.sched._table import Floats, Grid, Ints, Rows
 from m2flow.sched._workflow import Workflow, one_rank_groups, reduce_graph
 from m2flow.sched.errors import InputError
 
 _MAX_UNITS = 64  # of one kind, when the quantum is chosen here
-_MAX_CELLS = 160  # of several kinds together
+_MAX_UNITS_EACH = 16  # of each of several kinds
 _MAX_CHUNKS = 64
 _CHUNK_CHOICES = 8
 
@@ -132,7 +131,7 @@ def assemble(
         chunk_counts=counts,
         leaves=lookup,
         disturbs=_disturbs(workflow, costs),
-        sync_s=sync_seconds(workflow, request.profile),
+        sync_s=sum(costs.sync_s(publish) for publish in workflow.publishes),
         max_staleness=request.max_staleness,
         quanta=quanta,
         kind_of={g.name: kinds.index(g.device_kind) for g in used},
@@ -168,12 +167,6 @@ def _light(problem: Problem) -> frozenset[str]:
             work[group] = work.get(group, 0.0) + (float(rows.seconds[0]) if len(rows.n) else 0.0)
     surplus = len(work) - problem.grid.shape[0] if problem.kinds == 1 else 0
     return frozenset(sorted(work, key=lambda g: (work[g], g))[: max(0, surplus)])
-
-
-def sync_seconds(workflow: Workflow, profile: sched_pb2.Profile) -> float:
-    known = {(s.source, s.target): s.seconds for s in profile.syncs}
-    passes = lately(profile.hand_offs)
-    return sum(known.get((p.group, p.to), 0.0) + passes.get(p.name, 0.0) for p in workflow.publishes)
 
 
 class Lookup:
@@ -243,8 +236,9 @@ class Lookup:
     def _rows(self, node: int, counts: tuple[int, ...], beside: frozenset[str], pins: Mapping[str, int]) -> Rows:
         spec = self._workflow.nodes[node]
         if spec.cyclic:
+            options = {g: self.options(g, pins) for g in spec.groups}
             parts = [
-                cycle_rows(self._workflow, self._costs, self, node, k, beside, pins, self._grid, self._fraction)
+                cycle_rows(self._workflow, self._costs, options, node, k, beside, self._grid, self._fraction)
                 for k in counts
             ]
             return stacked(parts, self._grid)
@@ -378,7 +372,7 @@ def _quanta(
             quanta.append(min(chosen[kind], total))
             continue
         quantum = gcd(*steps)
-        while total // quantum > (_MAX_UNITS if len(kinds) == 1 else 16):
+        while total // quantum > (_MAX_UNITS if len(kinds) == 1 else _MAX_UNITS_EACH):
             quantum *= 2
         quanta.append(min(quantum, total))
     return tuple(quanta)

@@ -54,17 +54,8 @@ class Contraction:
         rows = self.fine.leaves(node, level >= 0, 0, pins)
         every = self.fine.grid.size * max(1, len(self.fine.chunk_counts))
         row = int(row_of_code(rows, every)[tree.units + max(level, 0) * self.fine.grid.size])
-        return Leaf(
-            node=node,
-            name=self.fine.names[node],
-            devices=tuple(int(p) for p in rows.picks[row]),
-            batches=0,
-            offloaded=_away(self.fine.groups[node][0], rows, leave, pins),
-            chunks=tree.chunks,
-            chunk_s=float(rows.seconds[row]),
-            switch_s=rows.switch_s,
-            units=tree.units,
-        )
+        name, away = self.fine.names[node], _away(self.fine.groups[node][0], rows, leave, pins)
+        return Leaf.of(rows, row, node=node, name=name, offloaded=away, chunks=tree.chunks, units=tree.units)
 
 
 def orders(problem: Problem) -> list[list[int]]:

@@ -12,7 +12,7 @@ from m2flow.sched._hand_offs import lately
 from m2flow.sched._series import layout_for
 from m2flow.sched._table import Floats
 from m2flow.sched._workflow import Workflow
-from m2flow.sched.cost import Estimate, StageCost, assumed_stage, fit_corun, fit_stage, slowdown
+from m2flow.sched.cost import StageCost, assumed_stage, fit_corun, fit_stage, slowdown
 from m2flow.sched.memory import StageMemory, fit_memory
 from m2flow.sched.roofline import hardware_scale, roofline
 
@@ -30,6 +30,7 @@ class Costs:
         corun: See `fit_corun`.
         memory: By stage; missing where nothing is known.
         switches: By group.
+        syncs: Seconds of publication, by sender and receiver.
         hand_offs: By stage, where they were measured.
         notes: What was assumed or estimated, in words.
         scaled, switching: What-if: factors on the seconds of stages, and of onload and offload.
@@ -41,6 +42,7 @@ class Costs:
     corun: Mapping[tuple[str, frozenset[str]], float]
     memory: Mapping[str, StageMemory]
     switches: Mapping[str, sched_pb2.SwitchCost]
+    syncs: Mapping[tuple[str, str], float]
     latency_s: float
     bytes_per_s: float
     hand_offs: Mapping[str, float] = field(default_factory=dict)
@@ -75,8 +77,9 @@ class Costs:
         inputs = sum(edge.stage == stage for edge in self.workflow.edges)
         return self.hand_offs.get(stage, inputs * self.latency_s)
 
-    def estimate(self, stage: str, items: float, devices: int) -> Estimate:
-        return self.stages[stage].estimate(items, devices)
+    def sync_s(self, publish: flow_pb2.Stage) -> float:
+        """Seconds that a publish stage takes, with what passes before it."""
+        return self.syncs.get((publish.group, publish.to), 0.0) + self.hand_offs.get(publish.name, 0.0)
 
     def switch_s(self, group: str) -> tuple[float, float]:
         """Seconds of onload and of offload of a group; what was not measured takes its bytes at 10 GB/s."""
@@ -119,23 +122,21 @@ def build_costs(
         taken.setdefault(sample.stage, []).append(sample)
     models = {m.stage: m for m in profile.models}
     groups, stages, memory = workflow.groups, {}, {}
-    group_of = {s.name: s.group for s in workflow.graph.stages}
     for node in workflow.nodes:
         for stage in node.stages:
-            group, model, samples = groups[group_of[stage]], models.get(stage), taken.get(stage, [])
+            group, model, samples = groups[workflow.stages[stage].group], models.get(stage), taken.get(stage, [])
             layout = layout_for(samples, group.devices_per_rank)
             alone = _alone(stage, samples, layout, notes)
             fitted = fit_stage(alone, layout=layout, lengths=samples) if alone else None
-            stages[stage] = _stage(stage, fitted, model, group, kinds.get(group.device_kind), profile, notes)
+            stages[stage] = _stage(stage, fitted, model, group, kinds[group.device_kind], profile, notes)
             held = fit_memory(alone, model, layout)
             if held is not None:
                 memory[stage] = held
     bytes_per_s, latency_s = links(cluster)
-    kinds_of = {s.name: s.kind for s in workflow.graph.stages}
     hosts = {
         s: fit_stage(_alone(s, samples, (1, 1), notes), lengths=samples)
         for s, samples in taken.items()
-        if s in kinds_of and s not in stages and kinds_of[s] != flow_pb2.STAGE_KIND_PUBLISH
+        if s in workflow.stages and s not in stages and workflow.stages[s].kind != flow_pb2.STAGE_KIND_PUBLISH
     }
     return Costs(
         workflow=workflow,
@@ -144,6 +145,7 @@ def build_costs(
         corun=fit_corun(profile.samples, stages),
         memory=memory,
         switches={s.group: s for s in profile.switches},
+        syncs={(s.source, s.target): s.seconds for s in profile.syncs},
         latency_s=profile.transfer_latency_s or latency_s,
         bytes_per_s=profile.transfer_bytes_per_s or bytes_per_s,
         hand_offs=lately(profile.hand_offs),
@@ -179,28 +181,25 @@ def _stage(
     fitted: StageCost | None,
     model: sched_pb2.StageModel | None,
     group: flow_pb2.WorkerGroup,
-    pool: Pool | None,
+    pool: Pool,
     profile: sched_pb2.Profile,
     notes: list[str],
 ) -> StageCost:
     split = max(group.devices_per_rank, 1)
     roof = None
-    knows = model is not None and model.transformer.layers and model.prompt_tokens + model.new_tokens > 0
-    if knows and pool is not None and pool.spec.flops_per_s and pool.spec.memory_bytes_per_s:
-        assert model is not None
+    bounded = pool.spec.flops_per_s and pool.spec.memory_bytes_per_s
+    if bounded and model is not None and model.transformer.layers and model.prompt_tokens + model.new_tokens > 0:
         roof = roofline(model, pool.spec, split=split)
     if fitted is None:
         if roof is not None:
-            notes.append(
-                f"{stage}: no samples; a roofline of {pool.kind if pool else '?'}, right within a factor of two"
-            )
+            notes.append(f"{stage}: no samples; a roofline of {pool.kind}, right within a factor of two")
             return roof
         notes.append(
             f"{stage}: no samples and no model; assumed {_ASSUMED_S:g} s an item, right within a factor of ten"
         )
         return assumed_stage(_ASSUMED_S)
-    scale, error = hardware_scale(profile.measured_on, pool.spec) if pool else (1.0, 0.0)
-    if roof is not None and pool is not None and error > roof.noise:
+    scale, error = hardware_scale(profile.measured_on, pool.spec)
+    if roof is not None and error > roof.noise:
         notes.append(
             f"{stage}: measured on {_hardware(profile)}, too unlike these devices; a roofline of "
             f"{pool.kind}, right within a factor of two"

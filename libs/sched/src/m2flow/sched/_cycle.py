@@ -10,7 +10,6 @@ their devices, they do so in every round: a loop pays R times their onload and o
 """
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import numpy as np
 
@@ -19,12 +18,6 @@ from m2flow.sched._table import Floats, Grid, Ints, Rows
 from m2flow.sched._workflow import Workflow
 
 _BATCHES = (2, 3, 4, 8)
-
-
-class Options(Protocol):
-    """What a group may be given; see `_build.Lookup.options`."""
-
-    def options(self, group: str, pins: Mapping[str, int]) -> tuple[int, Ints, Ints]: ...
 
 
 def spread_seconds(parts: Floats, rounds: float, batches: int) -> Floats:
@@ -37,23 +30,23 @@ def spread_seconds(parts: Floats, rounds: float, batches: int) -> Floats:
 def cycle_rows(
     workflow: Workflow,
     costs: Costs,
-    lookup: Options,
+    options: Mapping[str, tuple[int, Ints, Ints]],
     node: int,
     chunks: int,
     beside: frozenset[str],
-    pins: Mapping[str, int],
     grid: Grid,
     fraction: Callable[[Floats, int], Floats],
 ) -> Rows:
-    """The fastest way in turns, and the fastest way spread, of every device code."""
+    """The fastest way in turns, and the fastest way spread, of every device code.
+
+    `options` are what each group may be given: its kind, units, and the devices that it then uses.
+    """
     spec = workflow.nodes[node]
-    group_of = {s.name: s.group for s in workflow.graph.stages}
-    stages_of = {g: tuple(s for s in spec.stages if group_of[s] == g) for g in spec.groups}
-    options = {g: lookup.options(g, pins) for g in spec.groups}
+    stages_of = {g: tuple(s for s in spec.stages if workflow.stages[s].group == g) for g in spec.groups}
     found: list[tuple[Ints, Floats, Ints, int, Floats, Floats, Floats]] = []
 
     def seconds(group: str, devices: Ints, batches: int) -> Floats:
-        others = frozenset(s for s in spec.stages if group_of[s] != group) | beside if batches else beside
+        others = frozenset(s for s in spec.stages if s not in stages_of[group]) | beside if batches else beside
         total = np.zeros(len(devices))
         for stage in stages_of[group]:
             items = workflow.volumes[stage] / chunks / max(batches, 1)

@@ -19,7 +19,7 @@ class Task:
     """A node, or a publication, as the simulator sees it.
 
     Args:
-        name: For the record.
+        name: By which others know who runs beside them.
         devices: Ids that it occupies while it runs.
         chunks: Number of chunks in an iteration: of a group in lanes, of shares that a lane takes.
         fraction: Of the iteration's items in one chunk; the last chunk may be smaller.

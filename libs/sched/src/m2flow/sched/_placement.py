@@ -203,7 +203,7 @@ def _chunks_ahead(pipe: Pipe, tails: Tails) -> dict[tuple[int, int], int]:
 
 def _by_place(model: Model, plan: flow_pb2.ExecutionPlan, stage: str) -> bool:
     """Whether items find their rank of a stage by their place, rather than go to whichever asks first."""
-    graph, group = model.workflow.graph, model.workflow.groups[_group_of(model, stage)]
+    graph, group = model.workflow.graph, model.workflow.groups[model.workflow.stages[stage].group]
     mates = {s.name for s in graph.stages if s.group == group.name}
     loops = any(node.cyclic and mates & set(node.stages) for node in model.workflow.nodes)
     meets = sum(s.consumer == stage and not s.feedback for s in graph.streams) > 1
@@ -241,13 +241,10 @@ def estimates(model: Model, tree: Tree) -> Iterator[tuple[int, str, Estimate]]:
     for leaf in leaves(tree):
         node = model.workflow.nodes[leaf.node]
         for stage in node.stages:
-            devices = leaf.devices[node.groups.index(_group_of(model, stage))]
+            devices = leaf.devices[node.groups.index(model.workflow.stages[stage].group)]
             pieces = 1 if leaf.streams else leaf.chunks * max(leaf.batches, 1)
-            yield leaf.node, stage, model.costs.estimate(stage, model.workflow.volumes[stage] / pieces, devices)
-
-
-def _group_of(model: Model, stage: str) -> str:
-    return next(s.group for s in model.workflow.graph.stages if s.name == stage)
+            items = model.workflow.volumes[stage] / pieces
+            yield leaf.node, stage, model.costs.stages[stage].estimate(items, devices)
 
 
 def peak_bytes(model: Model, tree: Tree, devices: Ids, offloaded: set[str]) -> dict[int, int]:
@@ -256,7 +253,7 @@ def peak_bytes(model: Model, tree: Tree, devices: Ids, offloaded: set[str]) -> d
     for leaf in leaves(tree):
         node = model.workflow.nodes[leaf.node]
         for group in node.groups:
-            stages = tuple(s for s in node.stages if _group_of(model, s) == group)
+            stages = tuple(s for s in node.stages if model.workflow.stages[s].group == group)
             items = {s: model.workflow.volumes[s] / leaf.chunks for s in stages}
             count = np.array([float(max(len(devices[group]), 1))])
             keep, off, run = (float(b[0]) for b in model.costs.group_memory(group, stages, items, count))

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from m2flow.sched._closed_form import iteration_seconds
 from m2flow.sched._coarse import BlockLeaves, row_of_code
-from m2flow.sched._problem import NO_PINS, Problem
-from m2flow.sched._table import Floats, Rows
+from m2flow.sched._problem import NO_PINS, Problem, independent
+from m2flow.sched._table import Floats
 from m2flow.sched._tree import Beside, Leaf, Pipe, Tree
 
 _STEPS = 24
@@ -30,16 +31,12 @@ class Stretched:
         self._problem, count = problem, len(order)
         longest = 1 if alone else count
         self._runs = [(i, j) for j in range(1, count + 1) for i in range(max(0, j - longest), j)]
-        self._blocks = tuple(tuple(order[i:j]) for i, j in self._runs)
+        # The runs; a leaf's node is an index into them.
+        self.blocks = tuple(tuple(order[i:j]) for i, j in self._runs)
         self._count = count
-        leaves = BlockLeaves(problem, self._blocks)
+        leaves = BlockLeaves(problem, self.blocks)
         self._rows = [leaves(r, True, 0, NO_PINS) for r in range(len(self._runs))]
         self._picks = [row_of_code(r, problem.grid.size * len(problem.chunk_counts)) for r in self._rows]
-
-    @property
-    def blocks(self) -> tuple[tuple[int, ...], ...]:
-        """The runs; a leaf's node is an index into them."""
-        return self._blocks
 
     def plans(self) -> Iterator[Tree]:
         """The best pipeline of each chunk count, if one fits."""
@@ -52,7 +49,7 @@ class Stretched:
                 middle = (low + high) / 2
                 low, high = (low, middle) if self._cut(times, middle) is not None else (middle, high)
             trees = [self._tree(times, level, high * factor) for factor in _LONGER]
-            yield min(trees, key=lambda t: pipe_seconds(t))
+            yield min(trees, key=lambda tree: iteration_seconds(tree, {}))
 
     def _times(self, run: int, level: int) -> Floats:
         """[units + 1] chunk seconds with at most so many units; infinite where it does not fit."""
@@ -103,43 +100,21 @@ class Stretched:
         return Pipe(tuple(parts), self._problem.chunk_counts[level], self._problem.grid.full)
 
     def _independent(self, one: Leaf, other: Leaf) -> bool:
-        before = self._problem.before
-        mine, theirs = (sum(1 << i for i in self._blocks[leaf.node]) for leaf in (one, other))
-        return not any(before[i] & theirs for i in self._blocks[one.node]) and not any(
-            before[i] & mine for i in self._blocks[other.node]
-        )
+        mine, theirs = (sum(1 << i for i in self.blocks[leaf.node]) for leaf in (one, other))
+        return independent(mine, theirs, self._problem.before)
 
     def _leaf(self, run: int, units: int, level: int) -> Leaf:
         rows, size = self._rows[run], self._problem.grid.size
         codes = self._picks[run][level * size : (level + 1) * size]
         usable = [u for u in range(units + 1) if codes[u] >= 0 and (rows.run[codes[u]] <= 1 + 1e-9).all()]
         best = min(usable, key=lambda u: rows.seconds[codes[u]])
-        return _leaf_of(rows, int(codes[best]), run, self._problem, self._blocks[run], level, units)
-
-
-def _leaf_of(rows: Rows, row: int, run: int, problem: Problem, block: tuple[int, ...], level: int, units: int) -> Leaf:
-    return Leaf(
-        node=run,
-        name="+".join(problem.names[i] for i in block),
-        devices=tuple(int(p) for p in rows.picks[row]),
-        batches=int(rows.batches[row]),
-        offloaded=False,
-        chunks=problem.chunk_counts[level],
-        chunk_s=float(rows.seconds[row]),
-        switch_s=rows.switch_s,
-        units=int(rows.n[row]) % problem.grid.size if len(block) > 1 else units,
-    )
+        row, block = int(codes[best]), self.blocks[run]
+        name = "+".join(self._problem.names[i] for i in block)
+        # Members of a block are looked up again by its units: those of its row.
+        units = int(rows.n[row]) % size if len(block) > 1 else units
+        chunks = self._problem.chunk_counts[level]
+        return Leaf.of(rows, row, node=run, name=name, offloaded=False, chunks=chunks, units=units)
 
 
 def _side_by_side(leaves: list[Leaf]) -> Tree:
     return leaves[0] if len(leaves) == 1 else Beside(tuple(leaves), sum(leaf.units for leaf in leaves))
-
-
-def pipe_seconds(tree: Pipe) -> float:
-    """The closed form of a pipeline of leaves and of leaves side by side."""
-    chunks = [p.chunk_s if isinstance(p, Leaf) else max(q.chunk_s for q in _leaves(p)) for p in tree.parts]
-    return sum(chunks) + (tree.chunks - 1) * max(chunks)
-
-
-def _leaves(tree: Tree) -> list[Leaf]:
-    return [p for p in getattr(tree, "parts", ()) if isinstance(p, Leaf)]

@@ -10,7 +10,7 @@ Apart    parts one after the other on disjoint devices, where a barrier forbids 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from m2flow.sched._table import Block, Grid, Table
+from m2flow.sched._table import Grid, Rows, Table
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,21 @@ class Leaf:
     switch_s: tuple[float, float]
     units: int
     streams: bool = False
+
+    @classmethod
+    def of(cls, rows: Rows, row: int, *, node: int, name: str, offloaded: bool, chunks: int, units: int) -> "Leaf":
+        """One way to run a node: a row of its costs."""
+        return cls(
+            node=node,
+            name=name,
+            devices=tuple(int(p) for p in rows.picks[row]),
+            batches=int(rows.batches[row]),
+            offloaded=offloaded,
+            chunks=chunks,
+            chunk_s=float(rows.seconds[row]),
+            switch_s=rows.switch_s,
+            units=units,
+        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +117,12 @@ class Reader:
         first, second = int(table.left[row]), int(table.right[row])
         units = int(table.n[row]) % self._size
         if block.op == "leaf":
-            return self._leaf(block, first, bool(second), units, level)
+            assert block.rows is not None
+            chunks = self._chunk_counts[level] if level >= 0 else 1
+            name, offloaded = self._names[block.node], bool(second)
+            return Leaf.of(
+                block.rows, first, node=block.node, name=name, offloaded=offloaded, chunks=chunks, units=units
+            )
         if block.op == "layers":
             return replace(self._pipe(block.tables[0], first), units=units)
         parts = self.read(block.tables[0], first, level), self.read(block.tables[1], second, level)
@@ -111,21 +131,6 @@ class Reader:
         for part in parts:
             flat += part.parts if isinstance(part, kind) else [part]
         return kind(tuple(flat), units)
-
-    def _leaf(self, block: Block, row: int, offloaded: bool, units: int, level: int) -> Leaf:
-        rows = block.rows
-        assert rows is not None
-        return Leaf(
-            node=block.node,
-            name=self._names[block.node],
-            devices=tuple(int(p) for p in rows.picks[row]),
-            batches=int(rows.batches[row]),
-            offloaded=offloaded,
-            chunks=self._chunk_counts[level] if level >= 0 else 1,
-            chunk_s=float(rows.seconds[row]),
-            switch_s=rows.switch_s,
-            units=units,
-        )
 
     def _pipe(self, table: Table, row: int) -> Pipe:
         parts: list[Tree] = []

@@ -6,6 +6,7 @@ node; a barrier, or `after`, between two nodes marks their edge, so that no pipe
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from m2flow.proto.flow.v1 import flow_pb2
 from m2flow.sched.errors import InputError
@@ -63,12 +64,13 @@ class Workflow:
     volumes: Mapping[str, float]
     publishes: tuple[flow_pb2.Stage, ...]
 
-    @property
+    @cached_property
     def groups(self) -> dict[str, flow_pb2.WorkerGroup]:
         return {g.name: g for g in self.graph.groups}
 
-    def node_of(self, stage: str) -> int:
-        return next(i for i, node in enumerate(self.nodes) if stage in node.stages)
+    @cached_property
+    def stages(self) -> dict[str, flow_pb2.Stage]:
+        return {s.name: s for s in self.graph.stages}
 
 
 def reduce_graph(graph: flow_pb2.WorkflowGraph) -> Workflow:
@@ -80,14 +82,12 @@ def reduce_graph(graph: flow_pb2.WorkflowGraph) -> Workflow:
     """
     _check(graph)
     volumes = stage_volumes(graph)
-    worked = [s.name for s in graph.stages if s.kind not in _PASSIVE and s.kind != flow_pb2.STAGE_KIND_PUBLISH]
-    worked += [s.name for s in graph.stages if s.kind in _PASSIVE and s.group]
+    works = (s for s in graph.stages if s.kind != flow_pb2.STAGE_KIND_PUBLISH)
+    worked = [s.name for s in works if s.group or s.kind not in _PASSIVE]
     if not worked:
         raise InputError(f"workflow {graph.name!r} has no work stage, want one or more: trace a stage of a group")
     links = _links(graph, set(worked))
-    order = {s.name: i for i, s in enumerate(graph.stages)}
-    components = _components(sorted(worked, key=order.__getitem__), links)
-    nodes = tuple(_node(graph, stages, links) for stages in components)
+    nodes = tuple(_node(graph, stages, links) for stages in _components(worked, links))
     index = {stage: i for i, node in enumerate(nodes) for stage in node.stages}
     edges: dict[tuple[str, str], Edge] = {}
     for link in links:
@@ -105,10 +105,7 @@ def stage_volumes(graph: flow_pb2.WorkflowGraph) -> dict[str, float]:
     out of a quota than it lets pass."""
     volumes, leaving = dict[str, float](), dict[str, float]()
     stages = {s.name: s for s in graph.stages}
-    producers: dict[str, list[str]] = {name: [] for name in stages}
-    for stream in graph.streams:
-        if not stream.feedback:
-            producers[stream.consumer].append(stream.producer)
+    producers = _producers(graph)
     for name in _topological(stages, producers):
         sources = [leaving[p] for p in producers[name]]
         adds = stages[name].kind == flow_pb2.STAGE_KIND_MERGE
@@ -208,6 +205,15 @@ def _check_groups(graph: flow_pb2.WorkflowGraph) -> None:
             )
 
 
+def _producers(graph: flow_pb2.WorkflowGraph) -> dict[str, list[str]]:
+    """The stages that feed each stage; feedback does not count."""
+    producers: dict[str, list[str]] = {s.name: [] for s in graph.stages}
+    for stream in graph.streams:
+        if not stream.feedback:
+            producers[stream.consumer].append(stream.producer)
+    return producers
+
+
 def _topological(stages: Iterable[str], producers: Mapping[str, list[str]]) -> list[str]:
     done: list[str] = []
     left = list(stages)
@@ -292,10 +298,7 @@ def _node(graph: flow_pb2.WorkflowGraph, stages: list[str], links: list[_Link]) 
 def work_sources(workflow: Workflow) -> dict[str, set[str]]:
     """By stage, the stages with devices that its output comes from: itself, or through passive stages."""
     working = {s for node in workflow.nodes for s in node.stages}
-    producers: dict[str, list[str]] = {s.name: [] for s in workflow.graph.stages}
-    for stream in workflow.graph.streams:
-        if not stream.feedback:
-            producers[stream.consumer].append(stream.producer)
+    producers = _producers(workflow.graph)
     found: dict[str, set[str]] = {}
     for name in producers:
         pending, reached, seen = [name], set[str](), set[str]()

@@ -56,7 +56,8 @@ def _parser() -> argparse.ArgumentParser:
             "--mode", default="", choices=["", "temporal", "spatial", "hybrid"], help="only such plans"
         )
         command.add_argument("--staleness", type=int, default=0, help="iterations that may start early (default 0)")
-        command.add_argument("--quantum", type=int, default=0, help="devices are given out in multiples of this many")
+        quantum = "devices are given out in multiples of this many (default 0: chosen by the case)"
+        command.add_argument("--quantum", type=int, default=0, help=quantum)
         command.add_argument(
             "--set", action="append", default=[], metavar="PATH=VALUE", help="what if: change an input"
         )

@@ -58,7 +58,7 @@ class StageCost:
         residuals: [P], log(measured / fitted) there.
         noise: Relative half-width of the interval that holds nearly every measurement around the curve.
         per_item: x of one item: its tokens where `counts_tokens`, else 1.
-        scale: A factor on every answer: what-if, or other hardware.
+        scale: A factor on every answer, for other hardware than was measured on.
         origin: "measured" for a fit; "assumed" or "roofline" for a stage without samples.
         hardware_error: Relative error that `scale` brings with it.
         roof: How the curve goes on from where it is 8x outside the samples; None where hardware or model is unknown.

@@ -56,6 +56,7 @@ def explain(request: sched_pb2.ExplainRequest | sched_pb2.PlanRequest) -> sched_
     response.binding_constraint = binding[0] if binding else "nothing: no change tried saves 1%"
     response.sensitivities.extend(_sensitivities(model, base))
     lines = plan_in_words(model, answer)
+    lines.append(f"What follows is by the closed form alone, of which the best plan takes {base.seconds:.4g} s.")
     lines += _mode_lines(model, base)
     lines.append(f"Binding: {response.binding_constraint}.")
     lines += [f"Else: {line}." for line in binding[1:4]]
@@ -91,14 +92,14 @@ def _none(found: Found) -> str:
 def _binding(model: Model, base: Choice) -> list[str]:
     """What would save 1% or more if it were easier, most first."""
     found: list[tuple[float, str]] = []
-    for what, changed in _reliefs(model):
+    for what, changed in _reliefs(model, base):
         if changed is not None and changed.seconds < 0.99 * base.seconds:
             saved = 1 - changed.seconds / base.seconds
             found.append((saved, f"{what} would save {saved:.1%} ({changed.seconds:.4g} s, {changed.shape})"))
     return [line for _, line in sorted(found, key=lambda f: -f[0])]
 
 
-def _reliefs(model: Model) -> Iterator[tuple[str, Choice | None]]:
+def _reliefs(model: Model, base: Choice) -> Iterator[tuple[str, Choice | None]]:
     for stage in (s for node in model.workflow.nodes for s in node.stages):
         yield f"{stage} a fifth faster", _best(what_if(model, seconds={stage: 0.8}))
     if any(pool.spec.memory_bytes for pool in model.pools.values()):
@@ -106,9 +107,7 @@ def _reliefs(model: Model) -> Iterator[tuple[str, Choice | None]]:
     if model.request.profile.switches:
         yield "switching for nothing", _best(what_if(model, switching=0.0))
     if model.problem.sync_s:
-        best = _best(model)
-        if best is not None:
-            yield "publishing weights for nothing", replace(best, seconds=best.seconds - model.problem.sync_s)
+        yield "publishing weights for nothing", replace(base, seconds=base.seconds - model.problem.sync_s)
 
 
 def _sensitivities(model: Model, base: Choice) -> list[sched_pb2.Sensitivity]:
@@ -141,7 +140,7 @@ def _weighty(model: Model) -> list[str]:
     if not is_large(model.problem):
         return stages
     volumes = model.workflow.volumes
-    return sorted(stages, key=lambda s: (-model.costs.estimate(s, volumes[s], 1).seconds, s))[:_MOST_STAGES]
+    return sorted(stages, key=lambda s: (-model.costs.stages[s].estimate(volumes[s], 1).seconds, s))[:_MOST_STAGES]
 
 
 def _flip(base: Choice, change: Callable[[float], Model], furthest: float, steps: int) -> tuple[float, str] | None:

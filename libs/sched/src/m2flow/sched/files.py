@@ -62,6 +62,8 @@ def read_message(path: str | pathlib.Path, kind: type[M]) -> M:
             return json_format.Parse(text, message)
         else:
             raise InputError(f"{file} has no JSON object, want a {name} with keys {_names(message)}: mend the file")
+    except InputError:
+        raise
     except (OSError, ValueError, RecursionError, yaml.YAMLError, json_format.ParseError) as wrong:
         raise InputError(f"{file} cannot be read as a {name}: {wrong}: mend the file") from None
     fill(message, {} if data is None else data, str(file))

@@ -9,7 +9,7 @@ data-parallel rank (bf16 activations, attention that keeps no score matrix, laye
     activations  T (2 h L / p + 34 h / t + 4 V / t)   training; forward alone: T (34 h / t + 4 V / t)
     cache        T 2 L k s w_kv / (t p)  generation: k KV heads of size s, 2 bytes
 
-What was measured corrects it: see `correction`.
+What was measured corrects it: see `fit_memory`.
 """
 
 from collections.abc import Sequence

@@ -83,7 +83,8 @@ def fold_spans(
             sample.beside.extend(_neighbours(stage, iteration, busy, stages, plan))
         folded.samples.extend(samples)
     for stage, seconds in syncs.items():
-        _set_sync(folded, stages[stage].group, stages[stage].to, median(seconds))
+        sync = sched_pb2.SyncCost(source=stages[stage].group, target=stages[stage].to, seconds=median(seconds))
+        _replace(folded.syncs, [sync], ("source", "target"))
     for (group, kind), spans in moves.items():
         _set_switch(folded, group, kind, spans)
     if not plan.staleness:  # else what a device did in another iteration is not in sight
@@ -206,14 +207,6 @@ def _overlap(spans: list[flow_pb2.Span], others: list[flow_pb2.Span]) -> int:
 
 def _end(interval: list[int]) -> int:
     return interval[1]
-
-
-def _set_sync(profile: sched_pb2.Profile, source: str, target: str, seconds: float) -> None:
-    for known in profile.syncs:
-        if (known.source, known.target) == (source, target):
-            known.seconds = seconds
-            return
-    profile.syncs.add(source=source, target=target, seconds=seconds)
 
 
 def _set_switch(profile: sched_pb2.Profile, group: str, kind: int, spans: list[flow_pb2.Span]) -> None:

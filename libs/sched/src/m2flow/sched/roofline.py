@@ -29,8 +29,8 @@ HARDWARE: dict[str, tuple[float, float, float]] = {
 }
 
 
-def named_device(name: str, count: int = 1) -> sched_pb2.DeviceSpec:
-    """A device kind with the ceilings of the named hardware.
+def named_device(name: str) -> sched_pb2.DeviceSpec:
+    """One device with the ceilings of the named hardware.
 
     Raises:
         InputError: the hardware is not in the table.
@@ -40,7 +40,7 @@ def named_device(name: str, count: int = 1) -> sched_pb2.DeviceSpec:
     flops, bandwidth, memory = HARDWARE[name]
     return sched_pb2.DeviceSpec(
         kind="cpu" if name == "cpu-core" else "cuda",
-        count=count,
+        count=1,
         memory_bytes=memory,
         flops_per_s=flops,
         memory_bytes_per_s=bandwidth,

@@ -127,10 +127,9 @@ def _lanes(model: Model, plan: flow_pb2.ExecutionPlan, number: int) -> int:
     takes chunks together: all that it has is there when it begins, or items have a rank of their own, since they meet
     others or keep an order. Of many ranks some are as one."""
     workflow, node = model.workflow, model.workflow.nodes[number]
-    stage = next(s for s in workflow.graph.stages if s.name == node.stages[0])
-    kinds = {s.name: s.kind for s in workflow.graph.stages}
+    stage = workflow.stages[node.stages[0]]
     edges = [e for e in workflow.edges if e.consumer == number]
-    meet = len(edges) > 1 or any(kinds[via] in _MEETS for e in edges for via in e.via)
+    meet = len(edges) > 1 or any(workflow.stages[via].kind in _MEETS for e in edges for via in e.via)
     looped = any(stage.group in n.groups for n in workflow.nodes if n.cyclic)
     if not edges or meet or looped or stage.order_window or workflow.groups[stage.group].in_step:
         return 1
@@ -157,10 +156,10 @@ def _pieces(model: Model, plan: flow_pb2.ExecutionPlan, number: int) -> int:
 def _gathers(model: Model, plan: flow_pb2.ExecutionPlan, consumer: int) -> dict[int, Callable[[float], float]]:
     """By producer whose items are gathered for this node: what fraction of them makes a fraction of the groups, as it
     was measured where they come from."""
-    kinds = {s.name: s.kind for s in model.workflow.graph.stages}
     found: dict[int, Callable[[float], float]] = {}
     for edge in model.workflow.edges:
-        if edge.consumer == consumer and any(kinds[via] == flow_pb2.STAGE_KIND_GATHER for via in edge.via):
+        gathered = any(model.workflow.stages[via].kind == flow_pb2.STAGE_KIND_GATHER for via in edge.via)
+        if edge.consumer == consumer and gathered:
             curve = _curve_behind(model, plan, edge.producer)
             if curve is not None and curve.group_fraction:
                 found[edge.producer] = _curve.items_for_groups(curve)
@@ -238,7 +237,6 @@ class _Loop:
         self._model, self._plan, self._node = model, plan, node
         self._groups = {g.group: g for g in plan.groups}
         self._stages = {s.stage: s for s in plan.stages}
-        self._group_of = {s.name: s.group for s in model.workflow.graph.stages}
         self._memo: dict[tuple[int, frozenset[str]], tuple[float, list[float]]] = {}
 
     def seconds(self, fraction: float, beside: frozenset[str]) -> float:
@@ -260,7 +258,7 @@ class _Loop:
         return self._memo[key]
 
     def _part(self, stage: str, beside: frozenset[str]) -> Part:
-        model, group = self._model, self._groups[self._group_of[stage]]
+        model, group = self._model, self._group_of(stage)
         ids, num_ranks = list(group.device_ids), group.num_ranks or 1
         neighbours = _stages_of(model, beside) | {s for s in self._node.stages if not self._share(s, stage)}
         away = group.residency == flow_pb2.RESIDENCY_OFFLOADED
@@ -296,16 +294,17 @@ class _Loop:
         )
 
     def _share(self, one: str, other: str) -> bool:
-        ids = [set(self._groups[self._group_of[stage]].device_ids) for stage in (one, other)]
-        return bool(ids[0] & ids[1])
+        return not set(self._group_of(one).device_ids).isdisjoint(self._group_of(other).device_ids)
+
+    def _group_of(self, stage: str) -> flow_pb2.GroupPlan:
+        return self._groups[self._model.workflow.stages[stage].group]
 
 
 def _publication(model: Model, plan: flow_pb2.ExecutionPlan, publish: flow_pb2.Stage) -> Task:
     workflow = model.workflow
-    known = {(s.source, s.target): s.seconds for s in model.request.profile.syncs}
     devices = frozenset(d for g in plan.groups if g.group in (publish.group, publish.to) for d in g.device_ids)
     position = max((s.position for s in plan.stages if s.stage == publish.name), default=1 << 30)
-    cost = known.get((publish.group, publish.to), 0.0) + model.costs.hand_offs.get(publish.name, 0.0)
+    cost = model.costs.sync_s(publish)
     return Task(
         name=publish.name,
         devices=devices,
@@ -324,14 +323,14 @@ def _publication(model: Model, plan: flow_pb2.ExecutionPlan, publish: flow_pb2.S
 def _fill(
     timeline: flow_pb2.Timeline, model: Model, plan: flow_pb2.ExecutionPlan, tasks: list[Task], events: list[Event]
 ) -> None:
-    group_of = {s.name: s.group for s in model.workflow.graph.stages}
     ids = {g.group: list(g.device_ids) for g in plan.groups}
     named = sum(len(tasks[e.task].devices) for e in events) <= _SPAN_DEVICES
     nodes = model.workflow.nodes
     for event in events:
         stages = nodes[event.task].stages if event.task < len(nodes) else (tasks[event.task].name,)
         for stage in stages:
-            group, devices = group_of[stage], ids[group_of[stage]]
+            group = model.workflow.stages[stage].group
+            devices = ids[group]
             if event.kind != "offload":
                 lanes = tasks[event.task].lanes
                 devices = devices[len(devices) * event.lane // lanes : len(devices) * (event.lane + 1) // lanes]

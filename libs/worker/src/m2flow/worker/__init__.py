@@ -24,7 +24,7 @@ from m2flow.worker.lock import LockStats
 from m2flow.worker.placement import Placement, parse_placement
 from m2flow.worker.residency import claim_memory
 from m2flow.worker.session import Session
-from m2flow.worker.spec import GroupSpec, MethodRef
+from m2flow.worker.spec import GroupSpec
 from m2flow.worker.stage import Inbox, pulls, stage, stage_names
 from m2flow.worker.target import resolve_target, target_of
 from m2flow.worker.turns import DeviceLock, LockServer
@@ -47,7 +47,6 @@ __all__ = [
     "LockStats",
     "LockTimeout",
     "MemoryRefused",
-    "MethodRef",
     "Placement",
     "PlacementError",
     "RefusedError",

@@ -4,7 +4,7 @@ serve   waits to be joined by a driver, as `launch_run(agents={node: AgentAddres
 reward  serves a reward function as `m2flow.proto.algos.v1.RewardService`
 agent   a launcher's agent; it reads what it needs from standard input
 rank    a rank of an agent that cannot fork it
-tasks   a reward pool's template
+tasks   a task pool's template
 """
 
 import argparse
@@ -29,13 +29,15 @@ def main(arguments: list[str]) -> None:
     elif options.command == "tasks":
         run_tasks(options.target, options.num_processes)
     elif options.command == "reward":
+        _find("reward", options.target)
         # By name, because an agent must not have gRPC before its fork.
         resolve_target("m2flow.worker.reward_service:serve")(
-            options.target, options.address, _token(options.token_file), options.num_processes
+            options.target, options.address, _token("reward", options.token_file), options.num_processes
         )
     else:
+        _find("serve", options.target)
         resolve_target("m2flow.worker.launchers.serve:serve")(
-            options.target, options.address, _token(options.token_file)
+            options.target, options.address, _token("serve", options.token_file)
         )
 
 
@@ -46,11 +48,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve")
     serve.add_argument("target", help="the worker's class, as module:Class")
-    serve.add_argument("--address", required=True, help="where to wait, as HOST:PORT; port 0 takes a free one")
+    serve.add_argument(
+        "--address", type=_address, required=True, help="where to wait, as HOST:PORT; port 0 takes a free one"
+    )
     serve.add_argument("--token-file", type=Path, help=f"holds the secret that a driver must know; else ${_TOKEN}")
     reward = commands.add_parser("reward")
     reward.add_argument("target", help="the function, as module:function")
-    reward.add_argument("--address", required=True, help="where to serve, as HOST:PORT; port 0 takes a free one")
+    reward.add_argument(
+        "--address", type=_address, required=True, help="where to serve, as HOST:PORT; port 0 takes a free one"
+    )
     reward.add_argument("--token-file", type=Path, help=f"holds the secret that a caller must know; else ${_TOKEN}")
     reward.add_argument("--num-processes", type=int, default=os.cpu_count() or 1)
     commands.add_parser("agent")
@@ -61,10 +67,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _token(file: Path | None) -> str:
+def _find(command: str, target: str) -> None:
+    try:
+        resolve_target(target)
+    except (ImportError, AttributeError, ValueError) as error:
+        sys.exit(f"{command}: got {target!r}, want module:qualname of what can be imported here: {error}")
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}, want HOST:PORT")
+    return text
+
+
+def _token(command: str, file: Path | None) -> str:
     token = file.read_text().strip() if file is not None else os.environ.get(_TOKEN, "")
     if not token:
-        sys.exit(f"serve: got no token, want one in --token-file or ${_TOKEN}: whoever knows it may use what runs here")
+        wanted = f"want one in --token-file or ${_TOKEN}: whoever knows it may use what runs here"
+        sys.exit(f"{command}: got no token, {wanted}")
     return token
 
 

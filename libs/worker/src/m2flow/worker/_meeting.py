@@ -10,6 +10,7 @@ from typing import Any
 from m2flow.comm import Endpoint, Request
 
 SERVICE = "meeting"
+_DRIVER = "driver"
 
 
 class MeetingServer:
@@ -32,11 +33,11 @@ class MeetingServer:
         return place
 
 
-def say(endpoint: Endpoint, name: str, value: Any, *, host: str = "driver") -> None:
+def say(endpoint: Endpoint, name: str, value: Any) -> None:
     """Leaves a value for the one who hears that name. Blocks for the driver's answer."""
-    endpoint.request(host, SERVICE, "say", (name, value))
+    endpoint.request(_DRIVER, SERVICE, "say", (name, value))
 
 
-def hear(endpoint: Endpoint, name: str, *, timeout_s: float, host: str = "driver") -> Any:
+def hear(endpoint: Endpoint, name: str, *, timeout_s: float) -> Any:
     """What was said to a name. Blocks until it is; raises TimeoutError where that takes longer."""
-    return endpoint.request(host, SERVICE, "hear", (name, None), timeout_s=timeout_s)
+    return endpoint.request(_DRIVER, SERVICE, "hear", (name, None), timeout_s=timeout_s)

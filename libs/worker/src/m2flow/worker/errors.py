@@ -57,7 +57,7 @@ class MemoryRefused(WorkerError):
 class WorkerFailed(WorkerError):
     """Why a worker failed.
 
-    Attributes: `group`, `rank`, `host`, `pid`, `phase` ("start", a method's name, "idle" or "stop"), `cause` (the
+    Attributes: `group`, `rank`, `host`, `pid`, `phase` ("start", a method's name or "idle"), `cause` (the
     exception, the signal or the exit code, in words), `traceback` (empty where the process died without one),
     `last_log_lines`, and `time_s`, seconds since the epoch on that host's clock.
     """

@@ -1,12 +1,13 @@
 """A launched group: calls on its ranks, and objects that live beside its workers."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from difflib import get_close_matches
+from typing import Any, NoReturn, Protocol
 
 from m2flow.worker._wire import group_of
 from m2flow.worker.call import CallHandle
 from m2flow.worker.placement import Placement
-from m2flow.worker.spec import GroupSpec, method_names, unknown_method
+from m2flow.worker.spec import GroupSpec, method_names
 from m2flow.worker.target import resolve_target
 
 
@@ -82,7 +83,7 @@ class RankSet:
     def method(self, name: str) -> Method:
         """The method of that name, for a name that only the run knows. Raises AttributeError with a suggestion."""
         if name not in self._methods:
-            unknown_method(group_of(self._group), name, self._methods)
+            _unknown_method(group_of(self._group), name, self._methods)
         return Method(self._caller, self._group, self._attached, name, self.ranks)
 
     def __getattr__(self, name: str) -> Method:
@@ -136,3 +137,10 @@ class WorkerGroup(RankSet):
     def kill(self, rank: int) -> None:
         """Sends SIGKILL to a rank's process, as an accident would: a drill. RefusedError where ranks are threads."""
         self._caller.kill(self.key, rank)
+
+
+def _unknown_method(group: str, name: str, methods: tuple[str, ...]) -> NoReturn:
+    """Raises the AttributeError for a method that a group has not."""
+    near = get_close_matches(name, methods, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(methods) or 'none'}"
+    raise AttributeError(f"group {group!r} has no method {name!r}: {hint}")

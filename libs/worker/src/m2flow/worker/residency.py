@@ -86,13 +86,13 @@ class ResidencyServer:
             self._table.claim(request.peer, device_ids, size_bytes)
 
 
-def claim_memory(endpoint: Endpoint, device_ids: Sequence[int], size_bytes: int, *, host: str = "driver") -> None:
+def claim_memory(endpoint: Endpoint, device_ids: Sequence[int], size_bytes: int) -> None:
     """This endpoint's rank holds `size_bytes` on each of the devices from now on. Blocks for the answer.
 
     Raises MemoryRefused, with the account of the device, where that does not fit.
     """
     try:
-        endpoint.request(host, SERVICE, "claim", (list(device_ids), size_bytes))
+        endpoint.request("driver", SERVICE, "claim", (list(device_ids), size_bytes))
     except RemoteError as refusal:
         if refusal.type_name != MemoryRefused.__name__:
             raise

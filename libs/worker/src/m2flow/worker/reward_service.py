@@ -21,6 +21,7 @@ from m2flow.worker.errors import LaunchError, RewardFailed
 from m2flow.worker.reward import SCORE_ZERO, FailurePolicy, Reward, Rewarder, RewardPool
 
 _FIELDS = ("id", "prompt", "completion", "data_source", "ground_truth", "extra_info")
+_MOST_BATCHES = 8
 
 
 class RewardServer(algos_pb2_grpc.RewardServiceServicer):
@@ -31,9 +32,9 @@ class RewardServer(algos_pb2_grpc.RewardServiceServicer):
     token that is empty or not printable ASCII, LaunchError where the address is taken.
     """
 
-    def __init__(self, rewarder: Rewarder, address: str, *, token: str, max_batches: int = 8) -> None:
+    def __init__(self, rewarder: Rewarder, address: str, *, token: str) -> None:
         self._rewarder = rewarder
-        threads = ThreadPoolExecutor(max_batches)
+        threads = ThreadPoolExecutor(_MOST_BATCHES)
         self._server = grpc.server(threads, interceptors=[TokenInterceptor(token)], options=DIRECT)
         algos_pb2_grpc.add_RewardServiceServicer_to_server(self, self._server)
         try:

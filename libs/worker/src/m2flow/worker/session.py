@@ -81,7 +81,7 @@ class Session:
         self.watchdog.start()
         self.residency = ResidencyServer(endpoint, cluster.devices)
         MeetingServer(endpoint)
-        wiring = Wiring(directory, token, preload, endpoint, self._on_response, self._on_lost)
+        wiring = Wiring(directory, token, preload, self._on_response, self._on_lost)
         self._links = dict(connect(wiring))
         try:
             self._addresses = AddressBook(endpoint, [link.host for link in self._links.values()])

@@ -2,21 +2,11 @@
 
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 from inspect import getattr_static
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 # What the runtime itself calls; not for callers of a group.
 _RESERVED = frozenset({"setup", "close", "group", "context", "config", "on_death", "in_step", "shards", "load_shards"})
-
-
-@dataclass(frozen=True)
-class MethodRef:
-    """A method of a group that exists, by name; `is_stage` says whether it takes and gives items."""
-
-    group: str
-    name: str
-    is_stage: bool
 
 
 @dataclass(frozen=True)
@@ -24,7 +14,6 @@ class GroupSpec:
     """A group of workers of one class. Nothing of it runs.
 
     `target` names the class as "module:qualname". `methods` are all public methods, `stages` those marked as such.
-    An attribute of a method's name is its `MethodRef`; a name that is neither is an AttributeError that suggests one.
     """
 
     name: str
@@ -59,24 +48,6 @@ class GroupSpec:
             raise ValueError(
                 f"group {self.name}: got {self.min_devices} to {self.max_devices} devices, want 1 <= min <= max"
             )
-
-    def method(self, name: str) -> MethodRef:
-        """The method of that name. Raises AttributeError, with the nearest name, where there is none."""
-        if name not in self.methods:
-            unknown_method(self.name, name, self.methods)
-        return MethodRef(self.name, name, name in self.stages)
-
-    def __getattr__(self, name: str) -> MethodRef:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self.method(name)
-
-
-def unknown_method(group: str, name: str, methods: tuple[str, ...]) -> NoReturn:
-    """Raises the AttributeError for a method that a group has not."""
-    near = get_close_matches(name, methods, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(methods) or 'none'}"
-    raise AttributeError(f"group {group!r} has no method {name!r}: {hint}")
 
 
 def method_names(worker: type) -> tuple[str, ...]:

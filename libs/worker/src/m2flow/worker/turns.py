@@ -9,7 +9,7 @@ sockets.
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,9 +27,8 @@ RECALL = "device_lock.recall"
 class LockServer:
     """Serves one lock table at an endpoint, for its whole life. Thread-safe."""
 
-    def __init__(self, endpoint: Endpoint, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._clock = clock
         self._mutex = threading.Lock()
         self._table = LockTable()
         self._requests = itertools.count(1)
@@ -46,7 +45,7 @@ class LockServer:
             return self._table.stats()
 
     def waits(self, now_s: float) -> list[str]:
-        """Who waits for whom, a line each: a witness for the watchdog. `now_s` is on the server's clock."""
+        """Who waits for whom, a line each: a witness for the watchdog. `now_s` is by `time.monotonic`."""
         stats = self.stats()
         return [
             f"{waiter.owner}: waits for devices {sorted(waiter.devices)} for {now_s - waiter.since_s:.0f} s, held by "
@@ -59,7 +58,7 @@ class LockServer:
         with self._mutex:
             for request in [request for request, (who, _) in self._asked.items() if who == peer]:
                 self._forget(request)
-            granted = self._take(self._table.lose(peer, now_s=self._clock()))
+            granted = self._take(self._table.lose(peer, now_s=time.monotonic()))
         self._tell(granted)
 
     def _handle(self, request: Request) -> Any:
@@ -76,7 +75,7 @@ class LockServer:
         answer: Future[Any] = Future()
         with self._mutex:
             request = next(self._requests)
-            granted = self._table.ask(request, owner, devices, ticket, peer=peer, now_s=self._clock())
+            granted = self._table.ask(request, owner, devices, ticket, peer=peer, now_s=time.monotonic())
             self._asked[request], self._waiting[request] = (peer, number), answer
             answers = self._take(granted)
         self._tell(answers)
@@ -88,7 +87,7 @@ class LockServer:
             if request is None:
                 return
             given_up = self._forget(request)
-            granted = self._take(self._table.release(request, now_s=self._clock()))
+            granted = self._take(self._table.release(request, now_s=time.monotonic()))
         if given_up is not None:
             given_up.set_result(False)
         self._tell(granted)
@@ -126,7 +125,7 @@ class LockServer:
     def _refuse(self, asked: tuple[str, int], error: BaseException) -> None:
         """Fails those who wait for devices whose holder cannot give them back: they would wait for ever."""
         with self._mutex:
-            stats, now_s = self._table.stats(), self._clock()
+            stats, now_s = self._table.stats(), time.monotonic()
             hold = next((hold for hold in stats.holds if self._asked[hold.request] == asked), None)
             if hold is None:
                 return

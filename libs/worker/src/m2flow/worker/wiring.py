@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from m2flow.comm import Endpoint
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 
 
@@ -29,11 +28,10 @@ class Link(Protocol):
 
 @dataclass(frozen=True)
 class Wiring:
-    """What a link is made of: the run's private directory, its token and the driver's endpoint, and who listens."""
+    """What a link is made of: the run's private directory, its token, what its ranks preload, and who listens."""
 
     directory: Path
     token: str
     preload: Sequence[str]
-    endpoint: Endpoint
     on_response: Callable[[pb.SessionResponse], None]
     on_lost: Callable[[str], None]

@@ -1,10 +1,10 @@
-"""Charts as inline SVG text: lines over steps, stacked bars a step, and spans on tracks. No script draws them."""
+"""Charts as inline SVG text (lines over steps, stacked bars a step, spans on tracks), and tables. No script draws."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-__all__ = ["Points", "color_class", "legend", "line_chart", "span_chart", "stacked_bars"]
+__all__ = ["Points", "color_class", "legend", "line_chart", "span_chart", "stacked_bars", "table"]
 
 Points = Sequence[tuple[float, float]]
 Bar = tuple[float, float, str, str]  # start, end, colour class, tooltip
@@ -88,6 +88,13 @@ def span_chart(tracks: Mapping[str, Sequence[Bar]], *, start: float, end: float)
                 f"<title>{escape(tip)}</title></rect>"
             )
     return _svg(height, parts)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns the rows as a table, under the header unless all of it is empty; nothing where there are no rows."""
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header) if any(header) else ""
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>" if rows else ""
 
 
 def _svg(height: int, parts: Sequence[str]) -> str:

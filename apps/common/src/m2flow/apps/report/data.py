@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from m2flow.apps.errors import RunDirectoryError
@@ -53,14 +54,14 @@ class RunData:
 
 def load_run(run: RunDirectory) -> RunData:
     """Returns what the run has written so far; files that are not there yet leave their part empty."""
-    trace = _read_json(run, "timeline.json")
+    trace = _read_json(run.timeline)
     return RunData(
         name=run.path.name,
         config=run.config.read_text(encoding="utf-8"),
         metrics=run.read_metrics(),
         spans=read_spans(trace),
         device_s=trace.get("otherData", {}).get("devices", {}),
-        plan=_read_json(run, "plan.json"),
+        plan=_read_json(run.plan),
         explanation=run.explanation.read_text(encoding="utf-8") if run.explanation.exists() else "",
         samples=run.read_samples(),
         films=run.read_films(),
@@ -95,8 +96,7 @@ def _span(event: Mapping[str, object], names: Mapping[tuple[object, ...], str]) 
     )
 
 
-def _read_json(run: RunDirectory, name: str) -> dict[str, Any]:
-    path = run.path / name
+def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:

@@ -1,13 +1,12 @@
 """The page: sections of the run's data, with style and script inside it and nothing loaded from elsewhere."""
 
 from base64 import b64encode
-from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
 from m2flow.apps.atomic import replace_file
 from m2flow.apps.metrics import spoken
-from m2flow.apps.report.charts import line_chart, stacked_bars
+from m2flow.apps.report.charts import line_chart, stacked_bars, table
 from m2flow.apps.report.data import RunData, load_run
 from m2flow.apps.report.timeline import idle_table, timeline_charts
 from m2flow.apps.run_directory import RunDirectory
@@ -68,7 +67,7 @@ def _summary(data: RunData) -> str:
         rows.append(("seconds per step, mean", f"{sum(value for _, value in seconds) / len(seconds):.2f}"))
     for name, values in data.all_series("throughput/").items():
         rows.append((f"{spoken(name)}, mean", f"{sum(value for _, value in values) / len(values):.0f}"))
-    return _table(("", ""), rows)
+    return table(("", ""), rows)
 
 
 def _reward(data: RunData) -> str:
@@ -120,7 +119,7 @@ def _plan(data: RunData) -> str:
         rows.append((str(group.get("group", "")), devices))
     explanation = f"<pre>{escape(data.explanation)}</pre>" if data.explanation else ""
     mode = escape(str(data.plan.get("mode", "")))
-    return f"<p>Mode: <b>{mode}</b></p>{_table(('worker group', 'devices'), rows)}{explanation}"
+    return f"<p>Mode: <b>{mode}</b></p>{table(('worker group', 'devices'), rows)}{explanation}"
 
 
 def _samples(data: RunData) -> str:
@@ -133,11 +132,5 @@ def _samples(data: RunData) -> str:
         columns = list(dict.fromkeys(name for sample in shown for name in sample))
         rows = [tuple(str(sample.get(column, "")) for column in columns) for sample in shown]
         header = [column.replace("_", " ") for column in columns]
-        parts.append(f"<h3>Step {step}</h3>{_table(header, rows)}")
+        parts.append(f"<h3>Step {step}</h3>{table(header, rows)}")
     return "".join(parts)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header) if any(header) else ""
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>" if rows else ""

@@ -2,9 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from html import escape
 
-from m2flow.apps.report.charts import color_class, legend, span_chart
+from m2flow.apps.report.charts import color_class, legend, span_chart, table
 from m2flow.apps.report.data import TraceSpan
 
 __all__ = ["idle_table", "timeline_charts"]
@@ -37,9 +36,7 @@ def idle_table(device_s: Mapping[str, Mapping[str, float]]) -> str:
         [device, *(f"{value:.2f} s ({value / max(sum(seconds.values()), 1e-9):.0%})" for value in seconds.values())]
         for device, seconds in device_s.items()
     ]
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in ("device", *causes))
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return table(["device", *causes], rows)
 
 
 def _spread(iterations: Sequence[int]) -> list[int]:

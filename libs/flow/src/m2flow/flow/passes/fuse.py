@@ -10,16 +10,14 @@ not sent.
 
 from dataclasses import replace
 
-from m2flow.flow.graph import Graph
+from m2flow.flow.graph import GLUE, Graph
 from m2flow.flow.microflow import Inbox, MicroFlow, MicroStage
 from m2flow.proto.flow.v1 import flow_pb2 as pb
-
-_GLUE = frozenset({"map", "filter", "gather", "barrier", "merge", "join"})
 
 
 def fuse(flow: MicroFlow, graph: Graph, plan: pb.ExecutionPlan) -> MicroFlow:
     """Returns the flow without glue stages: their operations are in their consumers' inboxes, in order."""
-    glue = {stage.name: stage for stage in flow.stages if stage.kind in _GLUE}
+    glue = {stage.name: stage for stage in flow.stages if graph.stages[stage.name].kind in GLUE}
     kept: list[MicroStage] = []
     counted: set[str] = set()
     for stage in (stage for stage in flow.stages if stage.name not in glue):

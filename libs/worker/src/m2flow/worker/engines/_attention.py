@@ -31,15 +31,14 @@ def attend(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    dropout: float = 0.0,
     kv_store: KVStore | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query [B, H, T, D] over key and value [B, KH, S, D]; returns ([B, T, H, D], None).
 
     `attention_mask` is additive, [B or 1, 1, T, S], or None. H is a multiple of KH: query heads that share a key head
-    go through one product instead of a repeated key. `dropout` is accepted because transformers passes it; it is 0 in
-    the engines, which keep their models in eval mode.
+    go through one product instead of a repeated key. Of what else transformers passes nothing counts here: dropout is 0
+    in the engines, which keep their models in eval mode.
     """
     if kv_store is not None:
         key, value = kv_store.update(int(module.layer_idx), key, value)  # type: ignore[arg-type]
@@ -47,7 +46,7 @@ def attend(
     kv_heads, seen = key.shape[1], key.shape[2]
     if batch * heads * length * seen > _EAGER_MAX_SCORES:
         mixed = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, scale=scaling, dropout_p=dropout, enable_gqa=heads != kv_heads
+            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=heads != kv_heads
         )
         return mixed.transpose(1, 2), None
     grouped = (batch, kv_heads, heads // kv_heads, length)

@@ -61,11 +61,16 @@ def _chunks(num_rows: int, vocabulary: int) -> list[tuple[int, int]]:
 
 def _distribution(hidden: Tensor, head: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ head.T / temperature) and its exponential, float32 [rows, V]."""
-    logits = (hidden @ head.T).float()
-    if temperature != 1.0:
-        logits /= temperature
-    logs = logits.sub_(torch.logsumexp(logits, dim=-1, keepdim=True))
+    logs = log_softmax_(hidden @ head.T, temperature)
     return logs, logs.exp()
+
+
+def log_softmax_(logits: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) of [R, V] in float32, in place where the input is; 0 is a temperature of 1."""
+    logits = logits.float()
+    if temperature not in (0.0, 1.0):
+        logits /= temperature
+    return logits.sub_(torch.logsumexp(logits, dim=-1, keepdim=True))
 
 
 def pair_logprobs(

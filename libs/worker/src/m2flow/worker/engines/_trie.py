@@ -30,11 +30,10 @@ class TokenTrie:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, sequence: Sequence[int], *, parent: int = -1) -> NDArray[np.int64]:
-        """Insert `sequence` below node `parent`; returns the node number of each of its tokens, int64 [len]."""
+    def add(self, sequence: Sequence[int]) -> NDArray[np.int64]:
+        """Insert `sequence`; returns the node number of each of its tokens, int64 [len]."""
         path = np.empty(len(sequence), dtype=np.int64)
-        depth = self.depths[parent] + 1 if parent >= 0 else 0
-        node = parent
+        node = -1
         for offset, token in enumerate(sequence):
             key = (node, token)
             child = self._children.get(key)
@@ -42,7 +41,7 @@ class TokenTrie:
                 child = self._children[key] = len(self.tokens)
                 self.tokens.append(token)
                 self.parents.append(node)
-                self.depths.append(depth + offset)
+                self.depths.append(offset)
             path[offset] = node = child
         return path
 

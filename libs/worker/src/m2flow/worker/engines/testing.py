@@ -5,7 +5,7 @@ Inherit a suite in a pytest class and give it `make_engine`; its oracles are pla
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from m2flow.worker.engines.rollout.engine import Completion, Prompt, RolloutEngine, SamplingParams
 from m2flow.worker.engines.trainer.engine import LossInputs, Metrics, Sample, TrainerEngine, train_minibatch
+from m2flow.worker.testing.conformance import refused
 
 VOCABULARY = 97
 
@@ -230,10 +231,10 @@ class RolloutEngineSuite:
         model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
         weights: dict[str, Tensor] = {name: tensor.detach() for name, tensor in model.named_parameters()}
         name = next(iter(weights))
-        _refuses(lambda: engine.load_weights({**weights, "stranger": weights[name]}, 1), "stranger")
-        _refuses(lambda: engine.load_weights({**weights, name: weights[name][:-1]}, 1), name)
+        refused(ValueError, "stranger", lambda: engine.load_weights({**weights, "stranger": weights[name]}, 1))
+        refused(ValueError, name, lambda: engine.load_weights({**weights, name: weights[name][:-1]}, 1))
         del weights[name]
-        _refuses(lambda: engine.load_weights(weights, 1), name)
+        refused(ValueError, name, lambda: engine.load_weights(weights, 1))
         assert engine.policy_version == 0
 
 
@@ -307,7 +308,7 @@ class TrainerEngineSuite:
         before = {name: tensor.clone() for name, tensor in engine.named_weights().items()}
         assert engine.step(1.0)["grad_norm"] == 0
         assert all(torch.equal(before[name], tensor) for name, tensor in engine.named_weights().items())
-        _refuses(lambda: engine.step(0.0), "weight")
+        refused(ValueError, "weight", lambda: engine.step(0.0))
 
     def test_state_restores_the_run_to_the_bit(self, tmp_path: Path) -> None:
         save_tiny_model(tmp_path)
@@ -319,7 +320,7 @@ class TrainerEngineSuite:
         left, right = one.state_dict(), two.state_dict()
         assert left.keys() == right.keys()
         assert all(torch.equal(left[name], right[name]) for name in left)
-        _refuses(lambda: two.load_state_dict({}), "names or shapes")
+        refused(ValueError, "names or shapes", lambda: two.load_state_dict({}))
 
     def test_save_pretrained_is_loaded_by_transformers(self, tmp_path: Path) -> None:
         engine = self.make_engine(save_tiny_model(tmp_path / "start"))
@@ -353,12 +354,3 @@ def _weighted_loss(inputs: LossInputs) -> tuple[Tensor, Metrics]:
     weights = torch.tensor([_WEIGHTS[number] for number in inputs.samples])[:, None]
     loss = -(weights * inputs.logprobs * inputs.mask).sum()
     return loss, {"loss": float(loss.detach())}
-
-
-def _refuses(call: Callable[[], object], word: str) -> None:
-    message = ""
-    try:
-        call()
-    except ValueError as error:
-        message = str(error)
-    assert word in message, f"want a ValueError that names {word}, got {message!r}"

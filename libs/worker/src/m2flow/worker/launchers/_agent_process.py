@@ -4,30 +4,13 @@ import os
 import select
 import subprocess
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from m2flow.worker._python import MODULE, child_environment
 from m2flow.worker.errors import LaunchError
-from m2flow.worker.launchers._boot import Boot
+from m2flow.worker.launchers._boot import AgentOptions, Boot
 
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True)
-class AgentOptions:
-    """What an agent is started with; see `Boot`."""
-
-    directory: Path
-    token: str = field(repr=False)
-    agent: str = "agent"
-    address: str = ""
-    preload: Sequence[str] = ()
-    allow: Sequence[str] = ()
-    owns_directory: bool = True
-    driver_hears: bool = False
 
 
 class AgentProcess:
@@ -37,18 +20,7 @@ class AgentProcess:
         liveness_read, self._liveness = os.pipe()
         _ALIVE.add(self)
         ready_read, ready_write = os.pipe()
-        boot = Boot(
-            directory=str(options.directory),
-            token=options.token,
-            liveness_fd=liveness_read,
-            ready_fd=ready_write,
-            agent=options.agent,
-            address=options.address,
-            preload=tuple(options.preload),
-            allow=tuple(options.allow),
-            owns_directory=options.owns_directory,
-            driver_hears=options.driver_hears,
-        )
+        boot = Boot(**vars(options), liveness_fd=liveness_read, ready_fd=ready_write)
         self._process = subprocess.Popen(
             [*MODULE, "agent"],
             stdin=subprocess.PIPE,

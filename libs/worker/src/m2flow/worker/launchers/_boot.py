@@ -1,31 +1,38 @@
 """What an agent, its zygote and their workers are told at birth."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Boot:
-    """`directory` is the run's private one, for sockets; `liveness_fd` reads end-of-file when the driver is gone.
+class AgentOptions:
+    """`directory` is the run's private one, for sockets; it is removed at the end where it is `owns_directory`.
 
-    The directory is removed at the end where it is `owns_directory`. The agent listens at `address`, "HOST:PORT", or in
-    the directory where that is empty, and writes the address that it got to `ready_fd`, which it closes. `agent` is its
-    name there. `preload` names modules to import before the first fork. Ranks report to the driver itself where
-    `driver_hears`, else to the agent; they are of the classes that `allow` names, or of any where it names none. The
-    token is here, and not in the arguments, because every user of a machine may read those.
+    The agent listens at `address`, "HOST:PORT", or in the directory where that is empty; `agent` is its name there.
+    `preload` names modules to import before the first fork. Ranks report to the driver itself where `driver_hears`,
+    else to the agent; they are of the classes that `allow` names, or of any where it names none. The token is here, and
+    not in the arguments, because every user of a machine may read those.
     """
 
     directory: str
-    token: str
-    liveness_fd: int
-    ready_fd: int
+    token: str = field(repr=False)
     agent: str = "agent"
     address: str = ""
-    preload: tuple[str, ...] = ()
-    allow: tuple[str, ...] = ()
+    preload: Sequence[str] = ()
+    allow: Sequence[str] = ()
     owns_directory: bool = True
     driver_hears: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boot(AgentOptions):
+    """`liveness_fd` reads end-of-file when the driver is gone. To `ready_fd` the agent writes the address that it got,
+    and closes it."""
+
+    liveness_fd: int
+    ready_fd: int
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -34,8 +41,7 @@ class Boot:
     @classmethod
     def from_json(cls, text: str) -> "Boot":
         """The reverse of `to_json`."""
-        fields = json.loads(text)
-        return cls(**{**fields, "preload": tuple(fields["preload"]), "allow": tuple(fields["allow"])})
+        return cls(**json.loads(text))
 
     @property
     def control(self) -> Path:

@@ -19,6 +19,7 @@ from m2flow.worker.wiring import Wiring
 
 # A peer whose machine or cable has gone sends no end-of-file: it is asked, and given up without an answer.
 _KEEPALIVE_MS = 5000
+_GREETING_S = 60.0
 
 GRPC_OPTIONS = [
     *DIRECT,
@@ -39,7 +40,7 @@ def session_address(directory: Path, agent: str) -> str:
 class GrpcLink:
     """A session with an agent. `on_response` hears it on a thread of its own; `on_lost` its end, unless closed here."""
 
-    def __init__(self, address: str, wiring: Wiring, *, token: str, timeout_s: float = 60.0) -> None:
+    def __init__(self, address: str, wiring: Wiring, *, token: str) -> None:
         self.host = address.rpartition(":")[0]
         self._outbox: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
         self._wiring = wiring
@@ -54,8 +55,8 @@ class GrpcLink:
         self._refusal = ""
         self._reader = threading.Thread(target=self._read, name="session", daemon=True)
         self._reader.start()
-        if not self._greeted.wait(timeout_s) or self._refusal:
-            refusal = self._refusal or f"no answer within {timeout_s} s"
+        if not self._greeted.wait(_GREETING_S) or self._refusal:
+            refusal = self._refusal or f"no answer within {_GREETING_S} s"
             self._channel.close()
             self.close()
             raise LaunchError(f"agent at {address}: {refusal}")
@@ -100,10 +101,9 @@ class LocalLink(GrpcLink):
 
     def send(self, request: pb.SessionRequest) -> None:
         """Says something to the agent, or to ranks. Does not block."""
-        kind = request.WhichOneof("kind")
-        if kind in ("call", "attach", "cancel", "peers", "stop"):
-            self._control.send(addressees(request), request.SerializeToString())
-        if kind not in ("call", "attach", "cancel", "peers"):
+        if keys := addressees(request):
+            self._control.send(keys, request.SerializeToString())
+        if request.WhichOneof("kind") not in ("call", "attach", "cancel", "peers"):
             super().send(request)
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from m2flow.worker.device import Device
-from m2flow.worker.launchers._agent_process import AgentOptions, AgentProcess
+from m2flow.worker.launchers._agent_process import AgentProcess
+from m2flow.worker.launchers._boot import AgentOptions
 from m2flow.worker.launchers._link import LocalLink, control_server
 from m2flow.worker.wiring import Link, Wiring
 
@@ -12,7 +13,7 @@ class ProcessLink(LocalLink):
     """A session with an agent process that it starts, and whose end it waits for."""
 
     def __init__(self, wiring: Wiring) -> None:
-        options = AgentOptions(wiring.directory, wiring.token, preload=wiring.preload, driver_hears=True)
+        options = AgentOptions(str(wiring.directory), wiring.token, preload=wiring.preload, driver_hears=True)
         control = control_server(wiring, options.agent)
         try:
             self.agent = AgentProcess(options)

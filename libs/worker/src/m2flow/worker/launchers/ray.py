@@ -24,7 +24,8 @@ from m2flow.worker._python import child_environment
 from m2flow.worker.cluster import Cluster
 from m2flow.worker.device import Device
 from m2flow.worker.errors import LaunchError
-from m2flow.worker.launchers._agent_process import AgentOptions, AgentProcess
+from m2flow.worker.launchers._agent_process import AgentProcess
+from m2flow.worker.launchers._boot import AgentOptions
 from m2flow.worker.launchers._link import GrpcLink, LocalLink, control_server
 from m2flow.worker.wiring import Link, Wiring
 
@@ -59,12 +60,12 @@ class NodeActor:
         shared = Path(directory).is_dir()
         if shared:
             options = AgentOptions(
-                Path(directory), token, agent=agent, preload=preload, owns_directory=False, driver_hears=True
+                directory, token, agent=agent, preload=preload, owns_directory=False, driver_hears=True
             )
         else:
             self._own = tempfile.mkdtemp(prefix="m2flow-")
             address = f"{ray.util.get_node_ip_address()}:0"
-            options = AgentOptions(Path(self._own), token, agent=agent, address=address, preload=preload)
+            options = AgentOptions(self._own, token, agent=agent, address=address, preload=preload)
         self._agent = AgentProcess(options)
         return self._agent.address, shared
 

@@ -8,9 +8,9 @@ belongs on a network that you trust.
 import shutil
 import sys
 import tempfile
-from pathlib import Path
 
-from m2flow.worker.launchers._agent_process import AgentOptions, AgentProcess
+from m2flow.worker.launchers._agent_process import AgentProcess
+from m2flow.worker.launchers._boot import AgentOptions
 from m2flow.worker.target import resolve_target
 
 
@@ -21,7 +21,7 @@ def serve(target: str, address: str, token: str) -> None:
     """
     preload = [target.partition(":")[0], *resolve_target(target).preload]
     while True:
-        directory = Path(tempfile.mkdtemp(prefix="m2flow-"))
+        directory = tempfile.mkdtemp(prefix="m2flow-")
         try:
             options = AgentOptions(directory, token, address=address, preload=preload, allow=[target])
             agent = AgentProcess(options)

@@ -1,6 +1,5 @@
 """What anyone who adapts a simulator can test it with: a small Gymnasium environment, and a suite of checks."""
 
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -8,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from m2flow.worker.engines.env.engine import Floats, VectorEnv
+from m2flow.worker.testing.conformance import refused
 
 __all__ = ["POINT", "PointReach", "VectorEnvConformance"]
 
@@ -134,21 +134,12 @@ class VectorEnvConformance:
             if not env.playing.any():
                 break
         assert ends.tolist() == [1, 1, 1, 1]
-        assert "every episode has ended" in _refusal(lambda: env.step(self.actions(env, 0)))
+        refused(ValueError, "every episode has ended", lambda: env.step(self.actions(env, 0)))
 
     def test_what_does_not_fit_is_refused(self) -> None:
         env = self.make_env(2)
-        assert "got 3 seeds, want 2" in _refusal(lambda: env.reset([1, 2, 3]))
+        refused(ValueError, "got 3 seeds, want 2", lambda: env.reset([1, 2, 3]))
         env.reset([1, 2])
         wide = np.zeros((2, env.action_size + 1), dtype=np.float32)
-        assert "got actions" in _refusal(lambda: env.step(wide))
-        assert "made without pixels" in _refusal(env.render)
-
-
-def _refusal(call: Callable[[], object]) -> str:
-    """What a call says that has to raise."""
-    try:
-        call()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    raise AssertionError("nothing was raised")
+        refused(ValueError, "got actions", lambda: env.step(wide))
+        refused(RuntimeError, "made without pixels", env.render)

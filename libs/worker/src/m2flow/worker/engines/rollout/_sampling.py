@@ -10,7 +10,6 @@ hence the law is exact. Only when that candidate wins, one of its tokens is draw
 import math
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -70,11 +69,3 @@ def keep_nucleus(logprobs: Tensor, top_p: float) -> Tensor:
     ordered, order = logprobs.sort(dim=-1, descending=True)
     before = ordered.exp().cumsum(dim=-1) - ordered.exp()
     return logprobs.scatter(-1, order, ordered.masked_fill(before >= top_p, float("-inf")))
-
-
-def log_softmax_(logits: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) of [R, V] in float32, in place where the input is float32."""
-    logits = logits.float()
-    if temperature not in (0.0, 1.0):
-        logits /= temperature
-    return logits.sub_(torch.logsumexp(logits, dim=-1, keepdim=True))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from m2flow.worker.engines._causal_lm import CausalLM
+from m2flow.worker.engines._logprobs import log_softmax_
 from m2flow.worker.engines._weights import copy_weights, num_bytes
 from m2flow.worker.engines.precision import generation_dtype
 from m2flow.worker.engines.rollout import _sampling
@@ -230,7 +231,7 @@ def _advance(
 @torch.inference_mode()
 def _draw(logits: Tensor, rows: Sequence[_Row], params: SamplingParams) -> list[tuple[list[int], list[float]]]:
     """For each row of logits [R, V]: the token drawn for each of its samples, and that token's logprob."""
-    logprobs = _sampling.log_softmax_(logits, params.temperature)
+    logprobs = log_softmax_(logits, params.temperature)
     if params.temperature == 0:
         best, tokens = logprobs.max(dim=-1)
         return [

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from m2flow.comm import TimeoutError_
+from m2flow.comm._connection import Connection
 
 ITEM = np.ones(2 << 20, np.uint8)
 
@@ -104,6 +105,38 @@ def test_a_put_whose_loop_is_closed_leaves_no_memory_lent(make_endpoint: Any) ->
         time.sleep(0.01)
     assert connection._lent == {}
     assert channel.stats().put == 0
+
+
+def test_puts_that_are_thrown_away_one_by_one_leave_no_memory_lent(
+    make_endpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, producer = make_endpoint("host"), make_endpoint("p")
+    host.host_channel("q", producers=["p"], consumers=["host"])
+    channel, connection = producer.channel("q", host="host"), producer._fabric.connection("host")
+    pack, closed = Connection.pack, threading.Event()
+
+    def pack_then(*args: Any) -> Any:
+        closed.wait(10)
+        return pack(*args)
+
+    monkeypatch.setattr(Connection, "pack", pack_then)
+    events = asyncio.new_event_loop()
+    # Four of them have a thread each, the others wait for one.
+    puts = [channel.aput(np.zeros(8 << 20, np.uint8)) for _ in range(6)]
+    pending = [events.create_task(put) for put in puts]
+    events.run_until_complete(asyncio.sleep(0))
+    events.close()
+    closed.set()
+    deadline = time.monotonic() + 10
+    while len(connection._lent) < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    for put in puts:
+        put.close()
+    while connection._lent and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert connection._lent == {}
+    assert channel.stats().put == 0
+    assert not any(task.done() for task in pending)
 
 
 def test_a_put_that_waits_for_memory_keeps_no_process_from_ending(make_endpoint: Any, peer: Any) -> None:

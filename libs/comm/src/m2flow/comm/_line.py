@@ -4,6 +4,7 @@ What would keep the loop runs on a thread of its own, not on the loop's: those a
 make room.
 """
 
+import contextlib
 import sys
 import threading
 from collections import deque
@@ -53,7 +54,7 @@ class Line:
             was_first = self._turns[0] is turn
             self._turns.remove(turn)
             if was_first and self._turns and not self._turns[0].done():
-                self._turns[0].set_result(None)
+                _end(self._turns[0])
 
     async def on_a_thread(self, call: Callable[[], None], deadline: Deadline) -> bool:
         """Runs a call on a thread that keeps no process from ending; says whether it could begin in time.
@@ -93,9 +94,15 @@ class Line:
 
     def _hand_over(self) -> None:
         if self._for_threads:
-            self._for_threads.popleft().set_result(None)
+            _end(self._for_threads.popleft())
         else:
             self._num_threads -= 1
+
+
+def _end(turn: "asyncio.Future[None]") -> None:
+    """Tells whoever waits that it is its turn; on a loop that is closed nobody, as all its puts are thrown away."""
+    with contextlib.suppress(RuntimeError):
+        turn.set_result(None)
 
 
 def _run(call: Callable[[], None], done: "Future[None]") -> None:

@@ -313,6 +313,15 @@ def test_waiting_spins_no_core(make_endpoint: Any, peer: Any) -> None:
     assert float(worker.line()) < 0.5, "seconds of processor time in 1.5 s of waiting, four times over"
 
 
+def test_a_put_for_which_no_consumer_makes_room_says_so(make_endpoint: Any) -> None:
+    end = make_endpoint("host")
+    end.host_channel("q", producers=["host"], consumers=[], capacity=1)
+    channel = end.channel("q", host="host")
+    channel.put(0)
+    with pytest.raises(TimeoutError_, match=r" s for any consumer to take an item: the channel is full$"):
+        channel.put(1, timeout_s=0.05)
+
+
 def test_a_timeout_names_channel_key_and_who_was_waited_for(ends: Any) -> None:
     _, _, consumer = ends
     with pytest.raises(TimeoutError_, match=r"channel 'q', key 'k': waited 0\.\d+ s for p, p2") as caught:

@@ -220,6 +220,8 @@ def test_the_robots_computer_is_in_another_network() -> None:
         (["reward", "math:no_such"], "reward: got 'math:no_such', want module:qualname"),
         (["reward", "math"], "reward: got 'math', want module:qualname"),
         (["serve", PROBE, "--address", "7400"], "got '7400', want HOST:PORT"),
+        (["serve", PROBE, "--address", "127.0.0.1:74000"], "got '127.0.0.1:74000', want HOST:PORT with a port of 0 to"),
+        (["serve", PROBE, "--token-file", "no/such"], "serve: cannot read --token-file no/such: "),
     ],
 )
 def test_what_cannot_be_served_is_said_in_a_line(

@@ -13,10 +13,12 @@ import sys
 from pathlib import Path
 
 from m2flow.worker._tasks import run_tasks
+from m2flow.worker.errors import LaunchError
 from m2flow.worker.launchers._entry import run_agent, run_cold_rank
 from m2flow.worker.target import resolve_target
 
 _TOKEN = "M2FLOW_TOKEN"
+_MAX_PORT = 65535
 
 
 def main(arguments: list[str]) -> None:
@@ -29,16 +31,9 @@ def main(arguments: list[str]) -> None:
     elif options.command == "tasks":
         run_tasks(options.target, options.num_processes)
     elif options.command == "reward":
-        _find("reward", options.target)
-        # By name, because an agent must not have gRPC before its fork.
-        resolve_target("m2flow.worker.reward_service:serve")(
-            options.target, options.address, _token("reward", options.token_file), options.num_processes
-        )
+        _serve(options, "m2flow.worker.reward_service:serve", options.num_processes)
     else:
-        _find("serve", options.target)
-        resolve_target("m2flow.worker.launchers.serve:serve")(
-            options.target, options.address, _token("serve", options.token_file)
-        )
+        _serve(options, "m2flow.worker.launchers.serve:serve")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,6 +62,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _serve(options: argparse.Namespace, how: str, *more: int) -> None:
+    _find(options.command, options.target)
+    token = _token(options.command, options.token_file)
+    try:
+        # By name, because an agent must not have gRPC before its fork.
+        resolve_target(how)(options.target, options.address, token, *more)
+    except LaunchError as error:
+        sys.exit(f"{options.command}: {error}")
+
+
 def _find(command: str, target: str) -> None:
     try:
         resolve_target(target)
@@ -76,13 +81,17 @@ def _find(command: str, target: str) -> None:
 
 def _address(text: str) -> str:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal():
-        raise argparse.ArgumentTypeError(f"got {text!r}, want HOST:PORT")
+    # gRPC takes a larger port for another.
+    if not host or not port.isdecimal() or int(port) > _MAX_PORT:
+        raise argparse.ArgumentTypeError(f"got {text!r}, want HOST:PORT with a port of 0 to {_MAX_PORT}")
     return text
 
 
 def _token(command: str, file: Path | None) -> str:
-    token = file.read_text().strip() if file is not None else os.environ.get(_TOKEN, "")
+    try:
+        token = file.read_text().strip() if file is not None else os.environ.get(_TOKEN, "")
+    except (OSError, UnicodeDecodeError) as error:
+        sys.exit(f"{command}: cannot read --token-file {file}: {error}")
     if not token:
         wanted = f"want one in --token-file or ${_TOKEN}: whoever knows it may use what runs here"
         sys.exit(f"{command}: got no token, {wanted}")

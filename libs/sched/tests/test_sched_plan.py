@@ -65,6 +65,17 @@ def test_plans_are_ranked_by_simulation_and_differ(make_request: Make) -> None:
     assert len({(p.shape, p.plan.staleness) for p in answer.plans}) == len(answer.plans) > 5
 
 
+def test_an_edge_to_several_ranks_that_keep_source_order_has_no_bound(make_request: Make) -> None:
+    """Their items find them by place: those of one rank would keep out those of another."""
+    request = make_request(8)
+    bounded = {}
+    for window in (0, 1):
+        request.workflow.stages[2].order_window = window
+        plans = [p.plan for p in plan(request).plans if any(e.capacity for e in p.plan.edges)]
+        bounded[window] = {g.num_ranks for p in plans for g in p.groups if g.group == "reward"}
+    assert bounded[1] == {1} < bounded[0]
+
+
 def test_planning_twice_gives_the_same_answer(make_request: Make) -> None:
     first, second = plan(make_request(8)), plan(make_request(8))
     assert list(first.plans) == list(second.plans)

@@ -65,6 +65,15 @@ def test_plans_are_ranked_by_simulation_and_differ(make_request: Make) -> None:
     assert len({(p.shape, p.plan.staleness) for p in answer.plans}) == len(answer.plans) > 5
 
 
+def test_an_asynchronous_plan_bounds_no_edge(make_request: Make) -> None:
+    """A bound would have to hold more than an iteration: a later one's items would keep out this one's."""
+    request = make_request(8)
+    request.max_staleness = 1
+    bounded = [(p.plan.staleness, [e.capacity for e in p.plan.edges]) for p in plan(request).plans if ";" in p.shape]
+    assert {staleness for staleness, capacities in bounded if any(capacities)} == {0}
+    assert {staleness for staleness, _ in bounded} == {0, 1}
+
+
 def test_an_edge_to_several_ranks_that_keep_source_order_has_no_bound(make_request: Make) -> None:
     """Their items find them by place: those of one rank would keep out those of another."""
     request = make_request(8)

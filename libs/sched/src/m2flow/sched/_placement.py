@@ -163,7 +163,8 @@ def _add_edges(model: Model, candidate: Candidate, plan: flow_pb2.ExecutionPlan)
     """Bounds that make turns within a chunk alternate; all other edges have none.
 
     Where items meet others on the way, or find their rank by their place, there is no bound: those that wait for others
-    would fill it. The feedback of a cycle holds the chunk that goes round.
+    would fill it. Nor is there one in an asynchronous plan: it would have to hold more than an iteration, or those of a
+    later one would keep out this one's. The feedback of a cycle holds the chunk that goes round.
     """
     home: dict[str, Leaf] = {}
     chunks: dict[tuple[int, int], int] = {}
@@ -180,7 +181,7 @@ def _add_edges(model: Model, candidate: Candidate, plan: flow_pb2.ExecutionPlan)
         producer, consumer = home.get(stream.producer), home.get(stream.consumer)
         if stream.feedback:
             capacity = ceil(volume / home[min(sources[stream.producer])].chunks - 1e-9)
-        elif producer and consumer and stream.consumer not in placed:
+        elif producer and consumer and not plan.staleness and stream.consumer not in placed:
             ahead = chunks.get((producer.node, consumer.node), 0)
             capacity = ahead * max(1, ceil(volume / consumer.chunks - 1e-9))
         plan.edges.add(producer=stream.producer, consumer=stream.consumer, capacity=capacity)

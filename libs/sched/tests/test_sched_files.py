@@ -1,6 +1,7 @@
 """Inputs as files, the command, pictures, and what a facade import loads."""
 
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -148,6 +149,15 @@ def test_compare_takes_two_cases(case: pathlib.Path, capsys: pytest.CaptureFixtu
 def test_what_does_not_fit_exits_with_one(case: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(case), "--set", "profile.switches.0.resident_bytes=90GB"]) == 1
     assert "are missing" in capsys.readouterr().out
+
+
+def test_who_stops_reading_ends_the_command_in_silence(case: pathlib.Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "m2flow.sched.cli", "plan", str(case), "--json"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_what_cannot_be_read_exits_with_two(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,9 @@
 """`m2flow-sched plan|explain|simulate|compare`: from files to a plan, its reasons and its picture."""
 
 import argparse
+import os
 import pathlib
+import signal
 import sys
 
 from google.protobuf.message import Message
@@ -21,13 +23,19 @@ _AGREE = 0.0005
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns 0, or 1 if nothing fits, or 2 for inputs that cannot be used."""
+    """Runs the command; returns 0, or 1 if nothing fits, or 2 for inputs that cannot be used; 141, as a shell says of
+    SIGPIPE, if whoever reads the answer has closed it."""
     parsed = _parser().parse_args(arguments)
     try:
-        return int(parsed.run(parsed))
+        code = int(parsed.run(parsed))
+        sys.stdout.flush()
     except SchedError as wrong:
         print(f"m2flow-sched: {wrong}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest, which is flushed at the exit
+        return 128 + signal.SIGPIPE
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -31,6 +31,11 @@ def diamond(flow: Flow, a: StageProxy, b: StageProxy, c: StageProxy) -> Stream:
     return c.go(flow.map(as_it_is, b.go(made)), made)
 
 
+def there_and_back(flow: Flow, a: StageProxy, b: StageProxy, c: StageProxy) -> Stream:
+    """The first group works on what comes, and again on what has been through the others."""
+    return a.back(c.go(b.go(a.go(flow.source("items")))))
+
+
 def loop_in_a_row(flow: Flow, a: StageProxy, b: StageProxy, c: StageProxy) -> Stream:
     """A stage that items pass several times, between two others."""
     going = flow.loop(a.go(flow.source("items")))
@@ -46,6 +51,7 @@ PROGRAMS: dict[str, tuple[Program, Mapping[str, tuple[str, ...]]]] = {
     "chain": (chain, ROW),
     "ordered": (ordered, ROW),
     "diamond": (diamond, ROW),
+    "there_and_back": (there_and_back, ROW | {"a": ("go", "back")}),
     "loop_in_a_row": (loop_in_a_row, ROW),
     "episodes": (episodes, {"env": ("reset", "step"), "policy": ("act",)}),
     "grpo": (grpo, RL),

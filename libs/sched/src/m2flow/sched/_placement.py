@@ -164,7 +164,8 @@ def _add_edges(model: Model, candidate: Candidate, plan: flow_pb2.ExecutionPlan)
 
     Where items meet others on the way, or find their rank by their place, there is no bound: those that wait for others
     would fill it. Nor is there one in an asynchronous plan: it would have to hold more than an iteration, or those of a
-    later one would keep out this one's. The feedback of a cycle holds the chunk that goes round.
+    later one would keep out this one's; nor behind a stage that keeps its devices for the iteration, whose turn would
+    end for want of room. The feedback of a cycle holds the chunk that goes round.
     """
     home: dict[str, Leaf] = {}
     chunks: dict[tuple[int, int], int] = {}
@@ -176,12 +177,13 @@ def _add_edges(model: Model, candidate: Candidate, plan: flow_pb2.ExecutionPlan)
     sources = work_sources(model.workflow)
     several = {g.group for g in plan.groups if g.num_ranks > 1}
     placed = {s for s in model.workflow.by_place if model.workflow.stages[s].group in several}
+    held = {s.stage for s in plan.stages if s.hold}
     for stream in model.workflow.graph.streams:
         capacity, volume = 0, model.workflow.volumes[stream.consumer]
         producer, consumer = home.get(stream.producer), home.get(stream.consumer)
         if stream.feedback:
             capacity = ceil(volume / home[min(sources[stream.producer])].chunks - 1e-9)
-        elif producer and consumer and not plan.staleness and stream.consumer not in placed:
+        elif producer and consumer and not (plan.staleness or stream.consumer in placed or stream.producer in held):
             ahead = chunks.get((producer.node, consumer.node), 0)
             capacity = ahead * max(1, ceil(volume / consumer.chunks - 1e-9))
         plan.edges.add(producer=stream.producer, consumer=stream.consumer, capacity=capacity)

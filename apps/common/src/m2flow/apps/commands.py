@@ -56,7 +56,7 @@ def resume(app: App[C], arguments: argparse.Namespace) -> int:
     with run.held():
         checkpoint, state = newest_checkpoint(run)
         config = resolve_config(app, arguments.settings, base=run)
-        refuse_idle_resume(config, state)
+        refuse_idle_resume(config, run, state)
         _refuse(_problems(app, config, resuming=True))
         run.drop_after(state.step)
         _drive(app, config, run, weights=checkpoint, resume=checkpoint, first_step=state.step + 1)

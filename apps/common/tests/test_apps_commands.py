@@ -1,6 +1,9 @@
 """The commands that start nothing: check, config show, plan, report, and what each says when something is wrong."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +135,20 @@ def test_profiles_that_cannot_be_kept_are_found_by_check(toy: Toy, tmp_path: Pat
     assert ended.code == 2
     assert "run.profiles: " in ended.err
     assert "cannot be written to, want a writable directory" in ended.err
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("words", "unbuffered"), [("--help", ""), ("config show", ""), ("plan", "1")])
+def test_nobody_who_reads_on_is_no_error(tmp_path: Path, words: str, unbuffered: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "m2flow.apps.testing", *words.split()]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered, "HOME": str(tmp_path)}
+    ended = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, env=environment, text=True, timeout=30, check=False
+    )
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, "")
 
 
 def test_report_makes_the_page_again(toy: Toy, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The command line that every app has: train, eval, plan, check, config show, report.
 
-Exit codes: 0 done, 1 a run failed, 2 something was wrong before any process started, 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done, 1 a run failed, 2 something was wrong before any process started, 130 Ctrl-C, 143 SIGTERM,
+141 nobody reads on.
 """
 
 import argparse
@@ -37,6 +38,10 @@ def run_command(app: App[C], argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except WorkerFailed as error:
         print(_first_failure(error), file=sys.stderr)
+        return 1
+    except BrokenPipeError as error:
+        print(flush=True)  # raises again where it is standard output that nobody reads
+        print(error, file=sys.stderr)
         return 1
     except (WorkerError, FlowError, OSError) as error:
         print(error, file=sys.stderr)

@@ -73,6 +73,8 @@ def test_no_space_is_said_with_both_numbers(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     (problem,) = space_problems(config)
     assert problem.startswith(f"run.root: {tmp_path} has 2.50 GB free, want 36.00 GB: free space")
+    (problem,) = space_problems(replace(config, run=RunConfig(dir=str(tmp_path / "run"))))
+    assert problem.startswith(f"run.dir: {tmp_path} has 2.50 GB free, want 36.00 GB: free space, or set run.dir to")
     usage = usage._replace(free=40_000_000_000)
     assert space_problems(config) == []
 

@@ -26,6 +26,15 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
         RunDirectory.create("reasoning", root="unused", directory=str(tmp_path))
 
 
+def test_what_cannot_be_made_is_blamed_on_the_setting_that_named_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    below = str(tmp_path / "file" / "run")
+    with pytest.raises(RunDirectoryError, match=r"cannot be made .Not a directory.: choose another run\.dir"):
+        RunDirectory.create("reasoning", root="unused", directory=below)
+    with pytest.raises(RunDirectoryError, match=r"choose another run\.root"):
+        RunDirectory.create("reasoning", root=below)
+
+
 def test_runs_that_begin_in_one_second_get_a_directory_each(tmp_path: Path) -> None:
     assert len({RunDirectory.create("reasoning", root=str(tmp_path)).path for _ in range(3)}) == 3
 

@@ -48,7 +48,8 @@ def space_problems(config: LanguageModelConfig) -> list[str]:
     """Returns where there is too little space: for checkpoints (one more than are kept), for a converted model."""
     parameters = _num_parameters(config)
     run = existing(expanded(config.run.dir or config.run.root))
-    needs = [("run.root", run, (config.checkpoint.keep + 1) * _CHECKPOINT_BYTES_PER_PARAMETER * parameters)]
+    key = "run.dir" if config.run.dir else "run.root"
+    needs = [(key, run, (config.checkpoint.keep + 1) * _CHECKPOINT_BYTES_PER_PARAMETER * parameters)]
     cache = expanded(config.model.cache_dir)
     if config.model.source == SMOLLM2 and not any(cache.rglob("*.safetensors")):
         needs.append(("model.cache_dir", existing(cache), _WEIGHT_BYTES_PER_PARAMETER * parameters))

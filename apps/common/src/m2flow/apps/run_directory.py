@@ -29,7 +29,7 @@ class RunDirectory:
     def create(cls, app: str, *, root: str, directory: str = "") -> "RunDirectory":
         """Makes `directory`, or <root>/<app>-<time> where none is named. Of several at once each
         gets its own; raises RunInUseError when a named one is in use, RunDirectoryError when it cannot be made."""
-        path = expanded(directory or root)
+        path, key = expanded(directory or root), "run.dir" if directory else "run.root"
         try:
             path = path if directory else _new(path, app)
             path.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ class RunDirectory:
         except FileExistsError:
             raise RunInUseError(f"{path}: is taken, want a new directory: name another") from None
         except OSError as error:
-            raise RunDirectoryError(f"{path}: cannot be made ({error.strerror}): choose another run.root") from error
+            raise RunDirectoryError(f"{path}: cannot be made ({error.strerror}): choose another {key}") from error
         return cls(path)
 
     @classmethod

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from m2flow.apps.cli import run_command
 from m2flow.apps.run_directory import RunDirectory
 from m2flow.apps.testing import example_run
 from m2flow.apps.testing.toy import TOY
@@ -149,6 +150,13 @@ def test_nobody_who_reads_on_is_no_error(tmp_path: Path, words: str, unbuffered:
     )
     os.close(write)
     assert (ended.returncode, ended.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(("word", "said"), [("--version", "m2flow-toy "), ("--help", "workers sleep and add")])
+def test_a_command_says_what_it_is(capsys: pytest.CaptureFixture[str], word: str, said: str) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run_command(TOY, [word])
+    assert said in capsys.readouterr().out
 
 
 def test_report_makes_the_page_again(toy: Toy, tmp_path: Path) -> None:

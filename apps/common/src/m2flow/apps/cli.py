@@ -14,6 +14,7 @@ from m2flow.apps import commands
 from m2flow.apps.app import App
 from m2flow.apps.config import TrainingConfig
 from m2flow.apps.errors import AppError
+from m2flow.apps.identity import package_version
 from m2flow.apps.interrupts import Terminated, orderly_interrupts
 from m2flow.flow import FlowError
 from m2flow.worker import WorkerError, WorkerFailed
@@ -75,7 +76,9 @@ def _interrupted(word: str, code: int) -> int:
 
 
 def _parser(app: App[C]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"m2flow-{app.name}", description=f"m2flow: {app.name}")
+    parser = argparse.ArgumentParser(prog=f"m2flow-{app.name}", description=app.purpose)
+    version = f"%(prog)s {package_version(f'm2flow-{app.name}')}"
+    parser.add_argument("--version", action="version", version=version)
     parsers = parser.add_subparsers(required=True, metavar="command")
 
     command = parsers.add_parser("train", help="train, or go on with a run")

@@ -91,7 +91,7 @@ def test_what_a_run_under_one_plan_measured_does_not_spare_the_probes(tmp_path: 
 
 
 def test_no_plan_is_probed_twice() -> None:
-    config = load_config(TOY.config_class, TOY.recipes["small"], ["prompts_per_step=2", "minibatch_size=2"])
+    config = load_config(TOY.config_class, TOY.recipes["small"], ["prompts_per_step=1", "minibatch_size=2"])
     plans = probes(traced(TOY.build(config, Path("nowhere"), None), config, name="toy"), Cluster.local(2))
     assert len({plan.SerializeToString(deterministic=True) for plan in plans}) == len(plans)
 

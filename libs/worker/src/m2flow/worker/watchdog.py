@@ -17,7 +17,7 @@ class Watchdog:
     def __init__(
         self, silence_s: float, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if silence_s <= 0:
+        if not silence_s > 0:  # NaN too: no silence would last as long.
             raise ValueError(f"watchdog: got a silence of {silence_s} s, want more than 0")
         self._silence_s = silence_s
         self._say = say

@@ -1,6 +1,7 @@
 """The conformance suite on the launchers of this machine."""
 
 import tempfile
+import threading
 from typing import ClassVar
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from m2flow.worker import (
     AgentAddress,
     Cluster,
+    LaunchError,
     PlacementError,
     RefusedError,
     Session,
@@ -79,6 +81,19 @@ def test_nodes_may_be_names_on_one_machine(launcher: str) -> None:
 def test_an_unknown_launcher_is_refused() -> None:
     with pytest.raises(ValueError, match="got 'thread', want one of 'inproc', 'process'"):
         launch_run(Cluster.virtual(1), launcher="thread")
+
+
+def test_a_run_that_does_not_start_leaves_no_watchdog() -> None:
+    watching = _watchdogs()
+    with pytest.raises(LaunchError):
+        launch_run(Cluster.virtual(1), agents={"node0": AgentAddress("", "t")})
+    assert _watchdogs() == watching
+    with launch_run(Cluster.virtual(1), launcher="inproc"):
+        assert _watchdogs() == watching + 1
+
+
+def _watchdogs() -> int:
+    return sum(thread.name == "watchdog" for thread in threading.enumerate())
 
 
 def test_a_placement_of_the_wrong_kind_is_refused() -> None:

@@ -78,7 +78,6 @@ class Session:
         self._verdict = Verdict(self._condemn)
         self.watchdog = Watchdog(silence_s, say)
         self.watchdog.add_witness(self._waits)
-        self.watchdog.start()
         self.residency = ResidencyServer(endpoint, cluster.devices)
         MeetingServer(endpoint)
         wiring = Wiring(directory, token, preload, self._on_response, self._on_lost)
@@ -88,6 +87,7 @@ class Session:
         except BaseException:
             self._close_links()
             raise
+        self.watchdog.start()
 
     @property
     def failure(self) -> WorkerFailed | None:

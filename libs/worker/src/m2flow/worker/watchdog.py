@@ -48,7 +48,8 @@ class Watchdog:
         return max(0.0, self._last + self._next_s - now)
 
     def start(self) -> None:
-        """Looks by itself, on a thread of its own, until `end`."""
+        """Looks by itself from now on, on a thread of its own, until `end`."""
+        self.stir()
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def end(self) -> None:

@@ -1,5 +1,6 @@
 """The conformance suite on the launchers of this machine."""
 
+import re
 import tempfile
 import threading
 from typing import ClassVar
@@ -112,6 +113,12 @@ def test_a_silent_run_says_who_waits_for_whom(capsys: pytest.CaptureFixture[str]
         "[m2flow] nothing has happened for 0 s\n  probe.0: in sleep for 0 s, 1 more behind it"
         in capsys.readouterr().err
     )
+
+
+def test_a_silent_start_is_said_to_last_as_long_as_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with launch_run(Cluster.virtual(1), launcher="inproc", silence_s=0.7) as session:
+        session.start(Probe.group({"setup": "sleep 1.8"}, device_kind="virtual"), "0")
+    assert re.search(r"nothing has happened for \d s\n  probe\.0: in start for [1-9] s\n", capsys.readouterr().err)
 
 
 def test_an_answer_that_comes_after_its_group_was_stopped_harms_nobody() -> None:

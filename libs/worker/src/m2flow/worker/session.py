@@ -294,7 +294,7 @@ class Session:
                     peers=self._addresses.elsewhere(link.host),
                     host=self._addresses.host_of(link.host),
                 )
-                self._ranks[key, rank] = KnownRank(link, order, spec.on_death)
+                self._ranks[key, rank] = KnownRank(link, order, spec.on_death, time.monotonic())
                 self._starting[key, rank] = handle
         for rank in group.ranks:
             known = self._ranks[key, rank]

@@ -71,14 +71,16 @@ def test_a_last_line_cut_short_is_skipped_and_a_broken_one_before_it_is_not(tmp_
         run.read_metrics()
 
 
-def test_rows_and_samples_after_a_step_are_dropped(tmp_path: Path) -> None:
+def test_rows_samples_and_films_after_a_step_are_dropped(tmp_path: Path) -> None:
     run = RunDirectory.create("reasoning", root="unused", directory=str(tmp_path / "run"))
     for step in (1, 2, 3):
         run.append_metrics({"step": step})
         run.write_samples(step, [{"prompt": str(step)}])
+        run.write_film(step, b"film")
     run.drop_after(2)
     assert [row["step"] for row in run.read_metrics()] == [1, 2]
     assert run.read_samples() == {1: [{"prompt": "1"}], 2: [{"prompt": "2"}]}
+    assert list(run.read_films()) == [1, 2]
 
 
 def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

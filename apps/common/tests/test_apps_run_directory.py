@@ -97,6 +97,30 @@ def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_is_no_regular_file_is_written_into(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        for number, path in enumerate([pipe, Path(f"/proc/self/fd/{reading}")]):
+            replace_file(path, f"plan {number}")
+            assert os.read(reading, 100) == f"plan {number}".encode()
+    finally:
+        os.close(reading)
+    assert pipe.is_fifo()
+    with pytest.raises(RunDirectoryError, match=f"{tmp_path}: cannot be written .Is a directory.: .* another place"):
+        replace_file(tmp_path, "plan")
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_link_stays_and_what_it_names_is_replaced(tmp_path: Path) -> None:
+    there, link = tmp_path / "there.json", tmp_path / "link.json"
+    link.symlink_to(there)
+    for text in ("new", "newer"):
+        replace_file(link, text)
+        assert (link.readlink(), there.read_text()) == (there, text)
+
+
 def test_a_failed_append_leaves_the_old_length(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full, which refuses every write as a full disk does")

@@ -25,7 +25,7 @@ from m2flow.comm import (
     PeerLostError,
     Put,
     TimeoutError_,
-    _lease,
+    _asked,
 )
 from m2flow.comm._connection import Connection
 from m2flow.comm._frames import HEADER, Kind
@@ -81,7 +81,7 @@ def test_items_that_a_ctrl_c_keeps_from_their_consumer_go_back_in_order(
     assert consumer.stats().leased == 3
 
 
-@pytest.mark.parametrize("place", [(socket.socket, "recvmsg_into"), (_lease.Asked, "_parse")])
+@pytest.mark.parametrize("place", [(socket.socket, "recvmsg_into"), (_asked.Asked, "_parse")])
 def test_an_answer_that_a_ctrl_c_ends_while_it_is_read_leaves_no_item_leased(
     ends: Any, monkeypatch: pytest.MonkeyPatch, place: tuple[type, str]
 ) -> None:
@@ -324,7 +324,7 @@ def test_a_timeout_names_channel_key_and_who_was_waited_for(ends: Any) -> None:
 def test_whatever_waits_for_a_host_that_has_stopped_times_out_naming_it(
     make_endpoint: Any, peer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_lease, "_CANCEL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(_asked, "_CANCEL_TIMEOUT_S", 0.1)
     stopped = peer(
         "host",
         """
@@ -400,13 +400,13 @@ def test_what_a_cancelled_async_get_was_given_comes_before_what_was_put_later(
     host, consumer = make_endpoint("host"), make_endpoint("c")
     host.host_channel("q", producers=["host"], consumers=["c"])
     source, channel = host.channel("q", host="host"), consumer.channel("q", host="host")
-    returns = _lease.Asked._return
+    returns = _asked.Asked._return
 
     def return_slowly(asked: Any, leases: Any) -> None:
         time.sleep(0.2)
         returns(asked, leases)
 
-    monkeypatch.setattr(_lease.Asked, "_return", return_slowly)
+    monkeypatch.setattr(_asked.Asked, "_return", return_slowly)
 
     async def main() -> None:
         # Else the host has yet to appear, for all that is known, and is not waited for.
@@ -530,7 +530,7 @@ def test_a_batch_is_no_longer_than_its_reader_takes(make_endpoint: Any) -> None:
 
 def test_what_no_message_can_hold_is_refused_in_words(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, producer, consumer = ends
-    monkeypatch.setattr(_lease, "MAX_MESSAGE_BYTES", 100_000)
+    monkeypatch.setattr(_asked, "MAX_MESSAGE_BYTES", 100_000)
     items = [Put(item=bytes(30_000)), Put(item=bytes(100_000)), *[Put(item=bytes(30_000))] * 3]
     with pytest.raises(PayloadError, match=r"got a message of 120\d\d\d bytes, want at most 100000: put fewer items"):
         producer.put_many(items)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from m2flow.comm import Channel, CommError, Endpoint, PayloadError, PeerLostError, Put, Stats, TimeoutError_, _lease
+from m2flow.comm import Channel, CommError, Endpoint, PayloadError, PeerLostError, Put, Stats, TimeoutError_, _asked
 from m2flow.comm._connection import Connection
 from m2flow.comm._frames import Kind
 from m2flow.comm._replies import Reply
@@ -203,13 +203,13 @@ def test_a_cancelled_loop_gives_back_what_it_has_ahead(ends: Any, ahead: int) ->
 
 @pytest.fixture
 def withdraws_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    withdraw = _lease._withdraw
+    withdraw = _asked._withdraw
 
     def slowly(*asked: Any) -> None:
         time.sleep(0.1)
         withdraw(*asked)
 
-    monkeypatch.setattr(_lease, "_withdraw", slowly)
+    monkeypatch.setattr(_asked, "_withdraw", slowly)
 
 
 @pytest.mark.usefixtures("withdraws_slowly")

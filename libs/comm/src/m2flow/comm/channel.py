@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from m2flow.comm._asked import Asked, take_back, take_back_async
 from m2flow.comm._connection import INLINE_BYTES, Connection
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import MAX_MESSAGE_BYTES, Kind
-from m2flow.comm._items import Put, add_payloads, describe
-from m2flow.comm._lease import Asked, Lease, take_back, take_back_async
+from m2flow.comm._items import Lease, Put, add_payloads, describe
 from m2flow.comm._line import Line
 from m2flow.comm._references import Reference
 from m2flow.comm._tree import check

@@ -1,4 +1,4 @@
-"""What a consumer is handed, and the request that brings it: answered, timed out or withdrawn, never losing an item."""
+"""What a channel's index is asked: answered, timed out or withdrawn, never losing an item."""
 
 import contextlib
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 from m2flow.comm._connection import Connection
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import MAX_MESSAGE_BYTES, Kind
-from m2flow.comm._items import rows
+from m2flow.comm._items import Lease, rows
 from m2flow.comm._references import Reference, is_reference, referenced
 from m2flow.comm._replies import Reply, nothing
 from m2flow.comm._tree import Bytes
@@ -29,51 +29,6 @@ from m2flow.proto.comm.v1 import comm_pb2
 
 # How long a host may take to answer that a request is withdrawn: it is one message on a living process's io thread.
 _CANCEL_TIMEOUT_S = 1.0
-
-
-class Lease:
-    """An item that this consumer has until it acknowledges it; should it die before, another is given the item.
-
-    `item` is decoded when it is first asked for. Its arrays lie in the producer's shared memory and are read-only:
-    the next reader of an unacknowledged item must find what the producer wrote. Where the channel stays within one
-    process the item is the producer's own object, which for the same reason nobody may change.
-    """
-
-    __slots__ = ("_content", "id", "iteration", "key", "number", "producer", "tombstone", "weight")
-
-    def __init__(
-        self,
-        id: str,
-        key: str,
-        weight: float,
-        tombstone: str,
-        iteration: int,
-        producer: str,
-        number: int,
-        content: Tree,
-        read: Callable[[Tree], Tree] | None,
-    ) -> None:
-        self.id = id
-        self.key = key
-        self.weight = weight
-        self.tombstone = tombstone
-        self.iteration = iteration
-        self.producer = producer
-        self.number = number
-        # Replaced as one: several threads may ask for the item.
-        self._content = content, read
-
-    @property
-    def item(self) -> Tree:
-        """The item's tree; None for a tombstone. Raises PayloadError where it cannot be decoded here."""
-        item, read = self._content
-        if read is not None:
-            item = None if self.tombstone else read(item)
-            self._content = item, None
-        return item
-
-    def __repr__(self) -> str:
-        return f"Lease(id={self.id!r}, iteration={self.iteration}, key={self.key!r}, tombstone={self.tombstone!r})"
 
 
 class Asked:

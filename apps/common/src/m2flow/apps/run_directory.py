@@ -135,10 +135,10 @@ class RunDirectory:
         return _read_lines(self.metrics) if self.metrics.exists() else []
 
     def drop_after(self, step: int) -> None:
-        """Removes the metrics and samples of steps after `step`: a resumed run writes them again."""
+        """Removes the metrics, samples and films of steps after `step`: a resumed run writes them again."""
         rows = [row for row in self.read_metrics() if int(str(row.get("step", 0))) <= step]
         replace_file(self.metrics, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        for file in (self.path / "samples").glob("step_*.jsonl"):
+        for file in [*(self.path / "samples").glob("step_*.jsonl"), *(self.path / "films").glob("step_*.webp")]:
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
 

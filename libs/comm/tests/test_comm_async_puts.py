@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 import tracemalloc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -83,6 +84,26 @@ def test_a_put_that_waits_behind_others_for_memory_times_out(make_endpoint: Any)
             assert done is None or isinstance(done, asyncio.CancelledError)
 
     asyncio.run(main())
+
+
+def test_a_put_whose_loop_is_closed_leaves_no_memory_lent(make_endpoint: Any) -> None:
+    host, producer = make_endpoint("host"), make_endpoint("p")
+    host.host_channel("q", producers=["p"], consumers=["host"])
+    channel, connection = producer.channel("q", host="host"), producer._fabric.connection("host")
+    events = asyncio.new_event_loop()
+    pending = events.create_task(channel.aput(np.zeros(8 << 20, np.uint8)))
+    events.run_until_complete(asyncio.sleep(0))
+    events.close()
+    del pending, events
+    deadline = time.monotonic() + 10
+    # First it is lent, by a thread that keeps the task.
+    while not connection._lent and time.monotonic() < deadline:
+        time.sleep(0.001)
+    while connection._lent and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert connection._lent == {}
+    assert channel.stats().put == 0
 
 
 def test_a_put_that_waits_for_memory_keeps_no_process_from_ending(make_endpoint: Any, peer: Any) -> None:

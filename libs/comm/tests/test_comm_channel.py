@@ -25,10 +25,11 @@ from m2flow.comm import (
     PeerLostError,
     Put,
     TimeoutError_,
-    _lease,
+    _asked,
 )
 from m2flow.comm._connection import Connection
 from m2flow.comm._frames import HEADER, Kind
+from m2flow.comm._replies import Reply
 from m2flow.comm._unix import UnixLink
 
 
@@ -38,6 +39,14 @@ def ends(make_endpoint: Any) -> tuple[Endpoint, Channel, Channel]:
     host, producer, consumer = make_endpoint("host"), make_endpoint("p"), make_endpoint("c")
     host.host_channel("q", capacity=4, producers=["p", "p2"], consumers=["c", "c2"])
     return host, producer.channel("q", host="host"), consumer.channel("q", host="host")
+
+
+def reads_nothing_until(end: Endpoint) -> threading.Event:
+    """Stops an endpoint's io thread; it goes on once the event is set."""
+    stopped, going_on = threading.Event(), threading.Event()
+    end._fabric.loop.call(lambda: stopped.set() or going_on.wait(20))
+    assert stopped.wait(10)
+    return going_on
 
 
 def test_items_arrive_in_order_with_what_they_were_put_with(ends: Any) -> None:
@@ -72,7 +81,7 @@ def test_items_that_a_ctrl_c_keeps_from_their_consumer_go_back_in_order(
     assert consumer.stats().leased == 3
 
 
-@pytest.mark.parametrize("place", [(socket.socket, "recvmsg_into"), (_lease.Asked, "_parse")])
+@pytest.mark.parametrize("place", [(socket.socket, "recvmsg_into"), (_asked.Asked, "_parse")])
 def test_an_answer_that_a_ctrl_c_ends_while_it_is_read_leaves_no_item_leased(
     ends: Any, monkeypatch: pytest.MonkeyPatch, place: tuple[type, str]
 ) -> None:
@@ -230,7 +239,9 @@ def test_a_full_channel_makes_put_wait_and_put_nowait_raise(ends: Any) -> None:
         producer.put(index)
     with pytest.raises(ChannelFullError, match="'q' is full"):
         producer.put_nowait(4)
-    with pytest.raises(TimeoutError_, match=r"channel 'q', key 'k': waited 0\.\d+ s for c, c2"):
+    with pytest.raises(
+        TimeoutError_, match=r"channel 'q', key 'k': waited 0\.\d+ s for c, c2 to take an item: the channel is full$"
+    ):
         producer.put(4, key="k", timeout_s=0.05)
     thread = threading.Thread(target=producer.put, args=(4,), daemon=True)
     thread.start()
@@ -313,7 +324,7 @@ def test_a_timeout_names_channel_key_and_who_was_waited_for(ends: Any) -> None:
 def test_whatever_waits_for_a_host_that_has_stopped_times_out_naming_it(
     make_endpoint: Any, peer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_lease, "_CANCEL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(_asked, "_CANCEL_TIMEOUT_S", 0.1)
     stopped = peer(
         "host",
         """
@@ -389,21 +400,22 @@ def test_what_a_cancelled_async_get_was_given_comes_before_what_was_put_later(
     host, consumer = make_endpoint("host"), make_endpoint("c")
     host.host_channel("q", producers=["host"], consumers=["c"])
     source, channel = host.channel("q", host="host"), consumer.channel("q", host="host")
-    returns = _lease.Asked._return
+    returns = _asked.Asked._return
 
     def return_slowly(asked: Any, leases: Any) -> None:
         time.sleep(0.2)
         returns(asked, leases)
 
-    monkeypatch.setattr(_lease.Asked, "_return", return_slowly)
+    monkeypatch.setattr(_asked.Asked, "_return", return_slowly)
 
     async def main() -> None:
+        # Else the host has yet to appear, for all that is known, and is not waited for.
+        await channel.astats()
         pending = asyncio.create_task(channel.aget())
         while not (await source.astats()).waiting_consumers:
             await asyncio.sleep(0.01)
         # The answer waits to be read until the request is withdrawn.
-        withdrawn = threading.Event()
-        consumer._fabric.loop.call(withdrawn.wait)
+        withdrawn = reads_nothing_until(consumer)
         await source.aput_many([Put(item=0), Put(item=1)])
         asyncio.get_running_loop().call_later(0.1, withdrawn.set)
         pending.cancel()
@@ -412,6 +424,30 @@ def test_what_a_cancelled_async_get_was_given_comes_before_what_was_put_later(
         assert (await channel.aget()).item == 0
 
     asyncio.run(main())
+
+
+def test_a_get_that_a_ctrl_c_ends_is_not_overtaken(
+    make_endpoint: Any, ends: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, producer, _ = ends
+    end = make_endpoint("c2")
+    consumer = end.channel("q", host="host")
+    consumer.stats()
+    result, going_on = Reply.result, reads_nothing_until(end)
+    timer = threading.Timer(0.1, going_on.set)
+
+    def interrupted(reply: Reply, *_: Any) -> bytes:
+        monkeypatch.setattr(Reply, "result", result)
+        reply.ask()
+        producer.put_many([Put(item=0), Put(item=1)])
+        timer.start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Reply, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        consumer.get()
+    assert [consumer.get(timeout_s=5).item for _ in range(2)] == [0, 1]
+    timer.join()
 
 
 def test_what_comes_for_a_loop_that_is_closed_is_for_whoever_asks_next(ends: Any) -> None:
@@ -424,6 +460,21 @@ def test_what_comes_for_a_loop_that_is_closed_is_for_whoever_asks_next(ends: Any
     del pending, events
     gc.collect()
     producer.put("item")
+    assert consumer.get(timeout_s=5).item == "item"
+
+
+def test_what_came_for_a_loop_that_was_closed_then_is_for_whoever_asks_next(ends: Any) -> None:
+    _, producer, consumer = ends
+    events = asyncio.new_event_loop()
+    pending = events.create_task(consumer.aget())
+    events.run_until_complete(asyncio.sleep(0.05))
+    producer.put("item")
+    while consumer.stats().leased == 0:
+        time.sleep(0.01)
+    time.sleep(0.05)  # until the loop was told
+    events.close()
+    del pending, events
+    gc.collect()
     assert consumer.get(timeout_s=5).item == "item"
 
 
@@ -479,7 +530,7 @@ def test_a_batch_is_no_longer_than_its_reader_takes(make_endpoint: Any) -> None:
 
 def test_what_no_message_can_hold_is_refused_in_words(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, producer, consumer = ends
-    monkeypatch.setattr(_lease, "MAX_MESSAGE_BYTES", 100_000)
+    monkeypatch.setattr(_asked, "MAX_MESSAGE_BYTES", 100_000)
     items = [Put(item=bytes(30_000)), Put(item=bytes(100_000)), *[Put(item=bytes(30_000))] * 3]
     with pytest.raises(PayloadError, match=r"got a message of 120\d\d\d bytes, want at most 100000: put fewer items"):
         producer.put_many(items)
@@ -529,7 +580,9 @@ def test_async_forms_commit_end_and_close_and_their_timeouts_name_the_channel(ma
             await consumer.aget(key="k", ack=leases, timeout_s=0.02)
         for _ in range(4):
             await producer.aput("fills it")
-        with pytest.raises(TimeoutError_, match=r"channel 'q': waited 0\.\d+ s for c, c2"):
+        with pytest.raises(
+            TimeoutError_, match=r"channel 'q': waited 0\.\d+ s for c, c2 to take an item: the channel is full$"
+        ):
             await producer.aput("one more", timeout_s=0.02)
         for client in (producer, make_endpoint("p2").channel("q", host="host")):
             await client.aend(2)

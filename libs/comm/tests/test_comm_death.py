@@ -184,7 +184,8 @@ def test_workers_killed_at_any_moment_lose_and_double_nothing(make_endpoint: Any
             source.put({"x": np.full(size, index)}, id=str(index), iteration=0)
         source.end(0)
 
-    threading.Thread(target=feed, daemon=True).start()
+    feeder = threading.Thread(target=feed, daemon=True)
+    feeder.start()
     results: dict[str, int] = {}
     workers = [peer(name, RELAY) for name in names[:-1]]
     for name, worker in zip(names[:-1], workers, strict=True):
@@ -207,6 +208,9 @@ def test_workers_killed_at_any_moment_lose_and_double_nothing(make_endpoint: Any
     assert workers[-1].line() == "up"
     assert workers[-1].line() == "end"
     assert results == {str(index): index + 1 for index in range(count)}
+    # Else its endpoint is closed while it waits to hear that it has ended.
+    feeder.join(30)
+    assert not feeder.is_alive()
     assert source.stats().leased == source.stats().queued == 0
     with pytest.raises(IterationEnded):
         sink.get(iteration=0)
@@ -309,13 +313,17 @@ def test_put_many_in_batches_keeps_order_across_a_host(make_endpoint: Any) -> No
         puts.put_many([Put(item=index) for index in range(200)])
         puts.end(0)
 
-    threading.Thread(target=feed, daemon=True).start()
+    feeder = threading.Thread(target=feed, daemon=True)
+    feeder.start()
     taken: list[int] = []
     while len(taken) < 200:
         leases = gets.get_batch(7, timeout_s=10)
         taken += [lease.item for lease in leases]
         gets.ack(leases)
     assert taken == list(range(200))
+    # Else its endpoint is closed while it waits to hear that it has ended.
+    feeder.join(30)
+    assert not feeder.is_alive()
 
 
 def test_no_signal_comes_of_writing_to_who_is_gone(peer: Any) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from m2flow.comm import Channel, CommError, Endpoint, PayloadError, PeerLostError, Put, Stats, TimeoutError_
+from m2flow.comm import Channel, CommError, Endpoint, PayloadError, PeerLostError, Put, Stats, TimeoutError_, _asked
 from m2flow.comm._connection import Connection
 from m2flow.comm._frames import Kind
+from m2flow.comm._replies import Reply
 
 
 @pytest.fixture(params=["apart", "within"])
@@ -200,6 +201,56 @@ def test_a_cancelled_loop_gives_back_what_it_has_ahead(ends: Any, ahead: int) ->
     assert consumer.get(timeout_s=10).item == "late"
 
 
+@pytest.fixture
+def withdraws_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    withdraw = _asked._withdraw
+
+    def slowly(*asked: Any) -> None:
+        time.sleep(0.1)
+        withdraw(*asked)
+
+    monkeypatch.setattr(_asked, "_withdraw", slowly)
+
+
+@pytest.mark.usefixtures("withdraws_slowly")
+def test_what_a_cancelled_loop_asked_for_is_withdrawn_when_it_ends(ends: Any) -> None:
+    _, consumer = ends
+
+    async def loop() -> None:
+        async with contextlib.aclosing(consumer.aleases(ahead=2)) as leases:
+            await anext(leases)
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(loop())
+        while consumer.stats().waiting_consumers < 3:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(cancelled(), 20))
+    # Else it takes the first of what comes, and who asks next is given later ones.
+    assert consumer.stats().waiting_consumers == 0
+
+
+@pytest.mark.usefixtures("withdraws_slowly")
+def test_what_a_loop_asked_for_that_a_ctrl_c_ends_is_withdrawn_by_then(
+    ends: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, consumer = ends
+    consumer.stats()
+    result = Reply.result
+
+    def interrupted(*_: Any) -> bytes:
+        monkeypatch.setattr(Reply, "result", result)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Reply, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(consumer.leases(ahead=2))
+    assert consumer.stats().waiting_consumers == 0
+
+
 def test_a_ctrl_c_while_it_waits_loses_nothing_that_is_ahead(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, consumer = ends
     fill(producer, 4)
@@ -363,6 +414,8 @@ def test_a_loop_that_the_cycle_collector_ends_takes_no_lock(make_endpoint: Any) 
 
 def test_a_get_that_is_cancelled_twice_is_not_overtaken(ends: Any) -> None:
     producer, consumer = ends
+    # Else the host has yet to appear, for all that is known, and is not waited for.
+    consumer.stats()
 
     async def race(index: int) -> Any:
         task = asyncio.create_task(consumer.aget())
@@ -400,4 +453,8 @@ def test_a_loop_on_a_host_that_has_stopped_ends_as_a_get_does(make_endpoint: Any
     started = time.monotonic()
     with pytest.raises(TimeoutError_):
         asyncio.run(loop())
+    assert time.monotonic() - started < 2.5
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(anext(channel.aleases(ahead=3)), 0.5))
     assert time.monotonic() - started < 2.5

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from m2flow.comm import Endpoint, PeerLostError, Put, TimeoutError_, _connection, _fabric, _grpc, _lease
+from m2flow.comm import Endpoint, PeerLostError, Put, TimeoutError_, _asked, _connection, _fabric, _grpc
 from m2flow.comm._connection import HIGH_WATER_BYTES
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._line import Line
@@ -46,7 +46,7 @@ def behind(
     """An endpoint that has more than 8 MiB for "b", which hosts channel "q" and is stopped."""
     for module in (_fabric, _grpc):
         monkeypatch.setattr(module, "_GOODBYE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(_lease, "_CANCEL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(_asked, "_CANCEL_TIMEOUT_S", 0.1)
     by_reference, remote = request.param == "local", request.param == "grpc"
     with ExitStack() as ends:
         a = Endpoint(tmp_path / "a", "a", token="t", by_reference=by_reference)

@@ -146,6 +146,12 @@ def test_compare_takes_two_cases(case: pathlib.Path, capsys: pytest.CaptureFixtu
     assert "1 times as fast" in capsys.readouterr().out
 
 
+def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("m2flow-sched ")
+
+
 def test_what_does_not_fit_exits_with_one(case: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(case), "--set", "profile.switches.0.resident_bytes=90GB"]) == 1
     assert "are missing" in capsys.readouterr().out

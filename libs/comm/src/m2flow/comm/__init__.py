@@ -1,8 +1,7 @@
 """Adaptive communication: channels, calls and weight transfer between the processes of a run."""
 
 from m2flow.comm._calls import Request
-from m2flow.comm._items import Put
-from m2flow.comm._lease import Lease
+from m2flow.comm._items import Lease, Put
 from m2flow.comm.channel import Channel, Stats
 from m2flow.comm.collectives import Backend, Handle, RankGroup, move_rows
 from m2flow.comm.endpoint import Endpoint

@@ -21,6 +21,8 @@ from m2flow.comm._views import Merged, Queue, View
 from m2flow.comm._waiting import Caller, Get, Put, Refusal, Waiting
 
 _NOBODY_TAKES = "every consumer has left it"
+# After those whom a put has waited for.
+_FULL = "to take an item: the channel is full"
 
 
 @dataclass(slots=True)
@@ -197,7 +199,7 @@ class ChannelIndex:
         get = self._waiting.asked.get((session, request))
         if put is not None:
             drop(put.entries)
-            put.caller.answer((), Refusal("TimeoutError_", peers=tuple(self.members.consumers)))
+            put.caller.answer((), Refusal("TimeoutError_", _FULL, tuple(self.members.consumers)))
             if first == (session, request) or self._end_waits:
                 self._admit()
         elif get is not None:

@@ -1,7 +1,7 @@
-"""Items: as they are put, and on the wire in columns: what the items of a message share is said once."""
+"""Items: as they are put, as they are taken, and on the wire in columns: what those of a message share is said once."""
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from m2flow.comm._frames import ProtocolError
@@ -28,6 +28,51 @@ class Put(NamedTuple):
     weight: float = 1.0
     key: str = ""
     tombstone: str = ""
+
+
+class Lease:
+    """An item that this consumer has until it acknowledges it; should it die before, another is given the item.
+
+    `item` is decoded when it is first asked for. Its arrays lie in the producer's shared memory and are read-only:
+    the next reader of an unacknowledged item must find what the producer wrote. Where the channel stays within one
+    process the item is the producer's own object, which for the same reason nobody may change.
+    """
+
+    __slots__ = ("_content", "id", "iteration", "key", "number", "producer", "tombstone", "weight")
+
+    def __init__(
+        self,
+        id: str,
+        key: str,
+        weight: float,
+        tombstone: str,
+        iteration: int,
+        producer: str,
+        number: int,
+        content: Tree,
+        read: Callable[[Tree], Tree] | None,
+    ) -> None:
+        self.id = id
+        self.key = key
+        self.weight = weight
+        self.tombstone = tombstone
+        self.iteration = iteration
+        self.producer = producer
+        self.number = number
+        # Replaced as one: several threads may ask for the item.
+        self._content = content, read
+
+    @property
+    def item(self) -> Tree:
+        """The item's tree; None for a tombstone. Raises PayloadError where it cannot be decoded here."""
+        item, read = self._content
+        if read is not None:
+            item = None if self.tombstone else read(item)
+            self._content = item, None
+        return item
+
+    def __repr__(self) -> str:
+        return f"Lease(id={self.id!r}, iteration={self.iteration}, key={self.key!r}, tombstone={self.tombstone!r})"
 
 
 def can_be_summed(weights: Sequence[float]) -> bool:

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from m2flow.comm._asked import Asked, take_back, take_back_async
 from m2flow.comm._connection import INLINE_BYTES, Connection
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import MAX_MESSAGE_BYTES, Kind
-from m2flow.comm._items import Put, add_payloads, describe
-from m2flow.comm._lease import Asked, Lease, take_back, take_back_async
+from m2flow.comm._items import Lease, Put, add_payloads, describe
 from m2flow.comm._line import Line
 from m2flow.comm._references import Reference
 from m2flow.comm._tree import check
@@ -485,7 +485,7 @@ class Channel:
     ) -> Asked:
         """Like `_ask_put`, packing what is large or waits for memory on another thread.
 
-        Cancelled, that thread ends, and nothing is put or stays lent.
+        Cancelled, or thrown away with its loop, that thread ends, and nothing is put or stays lent.
         """
         asyncio = sys.modules["asyncio"]
         request, key = self._put_request(puts, wait=True), _key_of(puts)
@@ -505,15 +505,22 @@ class Channel:
             if not decided.acquire(blocking=False):
                 connection.take_back(packed)
 
+        def give_up() -> None:
+            if not decided.acquire(blocking=False):
+                connection.take_back(packed)
+            deadline.end()
+            connection.look_again()
+
         try:
             if not await line.on_a_thread(pack, deadline):
                 waited_for = f"earlier puts, which wait for {self.host} or shared memory"
                 raise deadline.timed_out(self.name, waited_for, key)
         except asyncio.CancelledError:
-            if not decided.acquire(blocking=False):
-                connection.take_back(packed)
-            deadline.end()
-            connection.look_again()
+            give_up()
+            raise
+        except GeneratorExit:
+            # Its loop was closed; a finaliser, which may run inside any lock.
+            connection.hand_over(give_up)
             raise
         return self._send_put(request, connection, packed, key, deadline)
 

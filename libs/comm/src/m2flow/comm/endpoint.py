@@ -543,7 +543,8 @@ class Endpoint:
     def close(self) -> None:
         """Says goodbye to all peers and frees threads, sockets and memory; may be called twice.
 
-        Blocks until the goodbyes are sent, at most a second a peer. Does nothing in a forked child.
+        Blocks until the goodbyes are sent, at most a second a peer, and until gRPC has ended where it was used: some
+        seconds where a peer has stopped. Does nothing in a forked child.
         """
         if self._fabric.abandoned:
             return

@@ -5,6 +5,7 @@ import os
 import pathlib
 import signal
 import sys
+from importlib import metadata
 
 from google.protobuf.message import Message
 
@@ -40,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="m2flow-sched", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     commands = parser.add_subparsers(required=True, metavar="plan|explain|simulate|compare")
     for name, run, what in (
         ("plan", _plan, "search the best plans"),
@@ -71,6 +73,13 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--json", action="store_true", help="the whole answer, for machines")
     return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("m2flow-sched")
+    except metadata.PackageNotFoundError:
+        return "source"
 
 
 def _request(parsed: argparse.Namespace, case: str | None) -> sched_pb2.PlanRequest:

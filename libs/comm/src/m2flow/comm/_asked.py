@@ -1,4 +1,4 @@
-"""What a consumer is handed, and the request that brings it: answered, timed out or withdrawn, never losing an item."""
+"""What a channel's index is asked: answered, timed out or withdrawn, never losing an item."""
 
 import contextlib
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 from m2flow.comm._connection import Connection
 from m2flow.comm._deadline import Deadline
 from m2flow.comm._frames import MAX_MESSAGE_BYTES, Kind
-from m2flow.comm._items import rows
+from m2flow.comm._items import Lease, rows
 from m2flow.comm._references import Reference, is_reference, referenced
 from m2flow.comm._replies import Reply, nothing
 from m2flow.comm._tree import Bytes
@@ -29,51 +29,6 @@ from m2flow.proto.comm.v1 import comm_pb2
 
 # How long a host may take to answer that a request is withdrawn: it is one message on a living process's io thread.
 _CANCEL_TIMEOUT_S = 1.0
-
-
-class Lease:
-    """An item that this consumer has until it acknowledges it; should it die before, another is given the item.
-
-    `item` is decoded when it is first asked for. Its arrays lie in the producer's shared memory and are read-only:
-    the next reader of an unacknowledged item must find what the producer wrote. Where the channel stays within one
-    process the item is the producer's own object, which for the same reason nobody may change.
-    """
-
-    __slots__ = ("_content", "id", "iteration", "key", "number", "producer", "tombstone", "weight")
-
-    def __init__(
-        self,
-        id: str,
-        key: str,
-        weight: float,
-        tombstone: str,
-        iteration: int,
-        producer: str,
-        number: int,
-        content: Tree,
-        read: Callable[[Tree], Tree] | None,
-    ) -> None:
-        self.id = id
-        self.key = key
-        self.weight = weight
-        self.tombstone = tombstone
-        self.iteration = iteration
-        self.producer = producer
-        self.number = number
-        # Replaced as one: several threads may ask for the item.
-        self._content = content, read
-
-    @property
-    def item(self) -> Tree:
-        """The item's tree; None for a tombstone. Raises PayloadError where it cannot be decoded here."""
-        item, read = self._content
-        if read is not None:
-            item = None if self.tombstone else read(item)
-            self._content = item, None
-        return item
-
-    def __repr__(self) -> str:
-        return f"Lease(id={self.id!r}, iteration={self.iteration}, key={self.key!r}, tombstone={self.tombstone!r})"
 
 
 class Asked:
@@ -95,6 +50,8 @@ class Asked:
         # Kept until the channel has answered: then it holds them.
         self._references = references
         self._gave_back = False
+        # The host has not answered its withdrawal in time.
+        self._is_silent = False
         self._channel = channel
         self._connection = connection
         self._key = key
@@ -140,17 +97,17 @@ class Asked:
         except CommError:
             raise
         except BaseException as error:
-            self.withdraw()
             if self.deadline.ended(error):
-                raise self._timed_out((self._connection.peer,)) from None
+                raise self._unanswered() from None
+            # A KeyboardInterrupt, or what another signal's handler raises: who asks next is not to overtake this.
+            take_back([self])
             raise
         try:
             return self._parse(body)
         except (CommError, IterationEnded):
             raise
         except BaseException:
-            # A KeyboardInterrupt, or what another signal's handler raises.
-            self.withdraw()
+            take_back([self])
             raise
 
     async def wait_async(self) -> list[Lease]:
@@ -180,16 +137,19 @@ class Asked:
             # The answer must still be heard: it says that nothing is put any more.
             await take_back_async([self])
             raise
+        except GeneratorExit:
+            # The loop was closed when it had heard of the answer, and tells nobody.
+            self._connection.hand_over(self.withdraw)
+            raise
         if not answered.done():
-            self.withdraw()
-            raise self._timed_out((self._connection.peer,))
+            raise self._unanswered()
         return self._parse(reply.result())
 
     @property
     def cancel_timeout_s(self) -> float:
         """Seconds that the answer to a withdrawal may take."""
         # Of a host that has yet to appear, or has not answered one in time, no answer is on its way.
-        return _CANCEL_TIMEOUT_S if self._connection.greeted and self._reply is not None else 0.0
+        return 0.0 if self._is_silent or not self._connection.greeted else _CANCEL_TIMEOUT_S
 
     def withdraw(self, then: Callable[[], object] = nothing) -> None:
         """Takes back what was asked; an item that comes nevertheless is given back. `then` is called after that."""
@@ -271,11 +231,17 @@ class Asked:
             case "PeerLostError":
                 return PeerLostError(failure.peers[0], f"it was gone before it closed channel {self._channel!r}")
             case "TimeoutError_":
-                return self._timed_out(tuple(failure.peers))
+                return self._timed_out(f"{', '.join(failure.peers)} {failure.message}".strip())
         return CommError(f"channel {self._channel!r}: {failure.message}")
 
-    def _timed_out(self, peers: tuple[str, ...]) -> TimeoutError_:
-        return self.deadline.timed_out(self._channel, ", ".join(peers) or self._connection.peer, self._key)
+    def _unanswered(self) -> TimeoutError_:
+        """Withdraws what the host has answered neither in time nor when it was told that it was withdrawn."""
+        self._is_silent = True
+        self.withdraw()
+        return self._timed_out()
+
+    def _timed_out(self, waited_for: str = "") -> TimeoutError_:
+        return self.deadline.timed_out(self._channel, waited_for or self._connection.peer, self._key)
 
 
 def take_back(asked: Sequence[Asked]) -> None:
@@ -286,7 +252,7 @@ def take_back(asked: Sequence[Asked]) -> None:
     if asked:
         timeout_s, given_back = asked[0].cancel_timeout_s, threading.Event()
         if asked[0]._connection.hand_over(partial(_withdraw, tuple(asked), given_back.set)):
-            given_back.wait(timeout_s)
+            asked[0]._is_silent = not given_back.wait(timeout_s)
 
 
 async def take_back_async(asked: Sequence[Asked]) -> None:
@@ -302,6 +268,7 @@ async def take_back_async(asked: Sequence[Asked]) -> None:
             await asyncio.wait([given_back], timeout=deadline.left_s)
         except asyncio.CancelledError as error:
             cancelled = error
+    asked[0]._is_silent = may_wait and not given_back.done()
     if cancelled is not None:
         raise cancelled
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from m2flow.apps import model_check
 from m2flow.apps.check import collect, missing_packages, run_problems
 from m2flow.apps.config import CheckpointConfig, RunConfig, TrainingConfig
 from m2flow.apps.errors import CheckFailed
@@ -73,6 +74,8 @@ def test_no_space_is_said_with_both_numbers(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     (problem,) = space_problems(config)
     assert problem.startswith(f"run.root: {tmp_path} has 2.50 GB free, want 36.00 GB: free space")
+    (problem,) = space_problems(replace(config, run=RunConfig(dir=str(tmp_path / "run"))))
+    assert problem.startswith(f"run.dir: {tmp_path} has 2.50 GB free, want 36.00 GB: free space, or set run.dir to")
     usage = usage._replace(free=40_000_000_000)
     assert space_problems(config) == []
 
@@ -82,6 +85,18 @@ def test_too_little_memory_is_said_by_role(tmp_path: Path) -> None:
     (problem,) = memory_problems(_config(huge))
     assert "16000.00 GB for the trainer's weights, gradients and optimiser, 4000.00 GB for rollout" in problem
     assert memory_problems(_config(_model(tmp_path / "small", {"a": [3]}))) == []
+
+
+def test_what_a_container_has_cached_of_files_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _config(_model(tmp_path / "model", {"a": [300_000]}))  # 6 MB, of which 1 is free without the cache.
+    monkeypatch.setattr(model_check, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("8000000\n")
+    (tmp_path / "memory.current").write_text("7000000\n")
+    (tmp_path / "memory.stat").write_text("anon 1000000\ninactive_file 6000000\n")
+    assert memory_problems(config) == []
+    (tmp_path / "memory.stat").write_text("anon 7000000\ninactive_file 0\n")
+    (problem,) = memory_problems(config)
+    assert problem.startswith("model.source: 0.00 GB of memory are free, want ")
 
 
 def test_a_run_directory_in_use_and_too_many_cores_are_refused(tmp_path: Path) -> None:

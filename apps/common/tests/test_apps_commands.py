@@ -1,6 +1,10 @@
 """The commands that start nothing: check, config show, plan, report, and what each says when something is wrong."""
 
 import json
+import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from m2flow.apps.cli import run_command
+from m2flow.apps.commands import _closing_words
+from m2flow.apps.metrics import MetricsLog
 from m2flow.apps.run_directory import RunDirectory
 from m2flow.apps.testing import example_run
 from m2flow.apps.testing.toy import TOY
@@ -132,6 +139,42 @@ def test_profiles_that_cannot_be_kept_are_found_by_check(toy: Toy, tmp_path: Pat
     assert ended.code == 2
     assert "run.profiles: " in ended.err
     assert "cannot be written to, want a writable directory" in ended.err
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("words", "unbuffered"), [("--help", ""), ("config show", ""), ("plan", "1")])
+def test_nobody_who_reads_on_is_no_error(tmp_path: Path, words: str, unbuffered: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "m2flow.apps.testing", *words.split()]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered, "HOME": str(tmp_path)}
+    ended = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, env=environment, text=True, timeout=30, check=False
+    )
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(("word", "said"), [("--version", "m2flow-toy "), ("--help", "workers sleep and add")])
+def test_a_command_says_what_it_is(capsys: pytest.CaptureFixture[str], word: str, said: str) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run_command(TOY, [word])
+    assert said in capsys.readouterr().out
+
+
+def test_the_closing_words_pass_over_what_was_not_finite(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    lost = {"critic/score/mean": math.nan, "eval/accuracy": math.nan}
+    with MetricsLog(run) as log:
+        log.write(1, lost)
+        assert _closing_words(run) == f"report: {run.report}"
+        log.write(2, {"critic/score/mean": 0.5, "eval/accuracy": 0.25})
+        log.write(3, {"critic/score/mean": 1.0, "eval/accuracy": 0.75})
+        log.write(4, lost)
+    assert _closing_words(run).splitlines()[:2] == [
+        "mean training reward of the last 2 steps: 0.750",
+        "held-out accuracy: 0.250 before, 0.750 after",
+    ]
 
 
 def test_report_makes_the_page_again(toy: Toy, tmp_path: Path) -> None:

@@ -100,7 +100,9 @@ def test_ctrl_c_while_the_command_imports_leaves_no_traceback(model: Path) -> No
             assert started.poll() is None, started.communicate()
         os.kill(started.pid, signal.SIGINT)
         _, err = started.communicate(timeout=5)
-    assert (started.returncode, err) == (130, "interrupted: nothing had started\n")
+    assert err == "interrupted: nothing had started\n"
+    # A shell says 130 of both: Python ends by the signal itself where it came as a dataclass was made, caught or not.
+    assert started.returncode in (130, -signal.SIGINT)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from m2flow import sched
 from m2flow.apps.config import load_config
 from m2flow.apps.forecast import Forecast, ProfileStore, new_profile
-from m2flow.apps.planning import AutoPlanning, cluster_spec, probes
+from m2flow.apps.planning import AutoPlanning, cluster_spec, difference, probes
 from m2flow.apps.run_directory import RunDirectory
 from m2flow.apps.testing.toy import TOY
 from m2flow.apps.training import traced
@@ -88,6 +88,25 @@ def test_what_a_run_under_one_plan_measured_does_not_spare_the_probes(tmp_path: 
     for plan in others:
         forecast.learn(lived(request, plan), plan)
     assert forecast.covers([turns, *others])
+
+
+def test_no_plan_is_probed_twice() -> None:
+    config = load_config(TOY.config_class, TOY.recipes["small"], ["prompts_per_step=1", "minibatch_size=2"])
+    plans = probes(traced(TOY.build(config, Path("nowhere"), None), config, name="toy"), Cluster.local(2))
+    assert len({plan.SerializeToString(deterministic=True) for plan in plans}) == len(plans)
+
+
+def test_plans_of_one_mode_are_told_apart() -> None:
+    graph, cluster = traced(JOB, CONFIG, name="toy"), Cluster.local(2)
+    turns, finer, beside, coarser = probes(graph, cluster)
+    assert difference(turns, finer) == "rollout.generate by 4, reward.score by 8, actor.train by 4"
+    assert difference(finer, beside) == "rollout on 0, reward on 1, actor on 1"
+    assert beside.mode == coarser.mode
+    assert "rollout.generate by 8" in difference(beside, coarser)
+    held = flow_pb2.ExecutionPlan()
+    held.CopyFrom(turns)
+    held.stages[0].hold = not held.stages[0].hold
+    assert difference(turns, held) == "in other turns"
 
 
 def test_profiles_of_another_workload_or_machine_and_broken_ones_are_not_used(tmp_path: Path) -> None:

@@ -26,6 +26,15 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
         RunDirectory.create("reasoning", root="unused", directory=str(tmp_path))
 
 
+def test_what_cannot_be_made_is_blamed_on_the_setting_that_named_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    below = str(tmp_path / "file" / "run")
+    with pytest.raises(RunDirectoryError, match=r"cannot be made .Not a directory.: choose another run\.dir"):
+        RunDirectory.create("reasoning", root="unused", directory=below)
+    with pytest.raises(RunDirectoryError, match=r"choose another run\.root"):
+        RunDirectory.create("reasoning", root=below)
+
+
 def test_runs_that_begin_in_one_second_get_a_directory_each(tmp_path: Path) -> None:
     assert len({RunDirectory.create("reasoning", root=str(tmp_path)).path for _ in range(3)}) == 3
 
@@ -71,14 +80,16 @@ def test_a_last_line_cut_short_is_skipped_and_a_broken_one_before_it_is_not(tmp_
         run.read_metrics()
 
 
-def test_rows_and_samples_after_a_step_are_dropped(tmp_path: Path) -> None:
+def test_rows_samples_and_films_after_a_step_are_dropped(tmp_path: Path) -> None:
     run = RunDirectory.create("reasoning", root="unused", directory=str(tmp_path / "run"))
     for step in (1, 2, 3):
         run.append_metrics({"step": step})
         run.write_samples(step, [{"prompt": str(step)}])
+        run.write_film(step, b"film")
     run.drop_after(2)
     assert [row["step"] for row in run.read_metrics()] == [1, 2]
     assert run.read_samples() == {1: [{"prompt": "1"}], 2: [{"prompt": "2"}]}
+    assert list(run.read_films()) == [1, 2]
 
 
 def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +104,30 @@ def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path, monkeypatch: p
         replace_file(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_no_regular_file_is_written_into(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        for number, path in enumerate([pipe, Path(f"/proc/self/fd/{reading}")]):
+            replace_file(path, f"plan {number}")
+            assert os.read(reading, 100) == f"plan {number}".encode()
+    finally:
+        os.close(reading)
+    assert pipe.is_fifo()
+    with pytest.raises(RunDirectoryError, match=f"{tmp_path}: cannot be written .Is a directory.: .* another place"):
+        replace_file(tmp_path, "plan")
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_link_stays_and_what_it_names_is_replaced(tmp_path: Path) -> None:
+    there, link = tmp_path / "there.json", tmp_path / "link.json"
+    link.symlink_to(there)
+    for text in ("new", "newer"):
+        replace_file(link, text)
+        assert (link.readlink(), there.read_text()) == (there, text)
 
 
 def test_a_failed_append_leaves_the_old_length(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def test_check_names_the_packages_that_are_missing(
 ) -> None:
     words = ["check", f"run.dir={tmp_path / 'run'}"]
     monkeypatch.setattr(problems, "missing_packages", lambda names, **told: [])
+    monkeypatch.setattr(problems, "is_prepared", lambda config: True)
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
     assert main(words) == 2
@@ -64,6 +65,43 @@ def test_check_names_the_packages_that_are_missing(
     monkeypatch.undo()
     assert main([*words, "env.id=no_such_simulator:Reach-v0"]) == 2
     assert "the package no_such_simulator is missing" in capsys.readouterr().err
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("command", ["check", "train"])
+@pytest.mark.parametrize(
+    ("env_id", "said"),
+    [
+        ("CartPole-v1", "env.id: got 'CartPole-v1' (CartPole-v1: got actions Discrete(2), want a Box"),
+        ("gymnasium:Nosuch-v1", "env.id: got 'gymnasium:Nosuch-v1' (Environment `Nosuch` doesn't exist), want an id"),
+        ("Pendulum-v1", "evaluation.film: Pendulum-v1 refuses (PendulumEnv.__init__() got an unexpected keyword"),
+    ],
+)
+def test_what_an_environment_refuses_is_said_in_a_line_before_a_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    env_id: str,
+    said: str,
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main([command, "point", f"env.id={env_id}", f"run.dir={tmp_path / 'run'}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(said)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.medium
+def test_what_has_been_made_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["point", "env.id=Pendulum-v1", "evaluation.film=false", "num_steps=1", "evaluation.num_episodes=1"]
+    assert main(["train", *words, "launcher=inproc", f"run.dir={tmp_path / 'run'}"]) == 0
+    config = load_config(APP.config_class, APP.recipes["point"], words[1:])
+    monkeypatch.setattr(problems, "_refusals", lambda config: ["tried"])
+    assert problems.env_problems(config) == []
+    filmed = load_config(APP.config_class, APP.recipes["point"], ["env.id=Pendulum-v1"])
+    assert problems.env_problems(filmed) == ["tried"]
 
 
 def lane(lengths: list[int], ends: list[str]) -> dict[str, NDArray[Any]]:

@@ -124,6 +124,20 @@ def test_a_resumed_run_equals_the_unbroken_one(train: Callable[..., Run], learne
     assert weights(run, 6) == weights(learned, 6)
 
 
+def test_a_resumed_run_keeps_the_shape_of_its_policy(
+    train: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train("plan=temporal", "num_steps=1", "evaluation.num_episodes=1", "evaluation.film=false")
+    before = (run.path / "config.yaml").read_text()
+    assert main(["train", "--resume", str(run.path), "num_steps=2", "policy.hidden=[32]", "policy.log_std=-1.0"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "policy.hidden: got [32], want [64, 64], the run's own: a resumed run keeps its policy.hidden",
+        "policy.log_std: got -1.0, want -0.5, the run's own: a resumed run keeps its policy.log_std",
+    ]
+    assert (run.path / "config.yaml").read_text() == before
+
+
 def test_a_checkpoint_is_measured_by_itself(learned: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--checkpoint", str(learned.path), "launcher=inproc"]) == 0
     said = dict(line.split() for line in capsys.readouterr().out.splitlines())

@@ -117,6 +117,24 @@ def test_a_small_edge_on_the_way_round_a_turn_is_refused(graph, cluster):
         check_plan(graph, plan, cluster)
 
 
+def test_a_small_edge_behind_one_without_bound_may_be_on_the_way_round_a_turn():
+    """Nothing that waits in front of the small one keeps the first from its end, unless that has a bound too."""
+
+    def there_and_back(flow, one, two, three):
+        return one.back(three.go(two.go(one.go(flow.source("items")))))
+
+    groups = {"one": ("go", "back"), "two": ("go",), "three": ("go",)}
+    graph = trace(there_and_back, {name: FakeSpec(name, stages) for name, stages in groups.items()}, source_items=8)
+    cluster = Cluster.virtual(3)
+    plan = spatial_plan(graph, cluster, num_chunks=4)
+    stage(plan, "one.go").hold = True
+    plan.edges.add(producer="two.go", consumer="three.go", capacity=2)
+    check_plan(graph, plan, cluster)
+    plan.edges.add(producer="one.go", consumer="two.go", capacity=8)
+    with pytest.raises(PlanError, match=r"into three\.go holds 2 items, and one turn of one\.go gives 8"):
+        check_plan(graph, plan, cluster)
+
+
 def test_iterations_that_overlap_need_room_for_each(graph, cluster):
     plan = temporal_plan(graph, cluster)
     plan.edges.add(producer="rollout.generate", consumer="reward.score", capacity=32)

@@ -27,6 +27,12 @@ def test_the_explanation_names_plan_runners_up_and_devices(make_request: Make) -
         assert words in answer.text
 
 
+def test_nothing_has_no_sign(make_request: Make) -> None:
+    text = explain(make_request(8)).text
+    assert "+0.0%" in text
+    assert "-0.0%" not in text
+
+
 def test_what_one_device_more_brings_is_what_planning_with_it_gives(make_request: Make) -> None:
     text = explain(make_request(8)).text
     seconds = plan(make_request(9)).lower_bound_s

@@ -1,6 +1,7 @@
 """Inputs as files, the command, pictures, and what a facade import loads."""
 
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -145,9 +146,24 @@ def test_compare_takes_two_cases(case: pathlib.Path, capsys: pytest.CaptureFixtu
     assert "1 times as fast" in capsys.readouterr().out
 
 
+def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("m2flow-sched ")
+
+
 def test_what_does_not_fit_exits_with_one(case: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(case), "--set", "profile.switches.0.resident_bytes=90GB"]) == 1
     assert "are missing" in capsys.readouterr().out
+
+
+def test_who_stops_reading_ends_the_command_in_silence(case: pathlib.Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "m2flow.sched.cli", "plan", str(case), "--json"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_what_cannot_be_read_exits_with_two(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,10 @@ from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched import InfeasibleError, InputError, best_plan, plan
 from m2flow.sched._build import build
 from m2flow.sched._infeasible import why_infeasible
-from m2flow.sched._plans import best_plans
+from m2flow.sched._plans import Found, best_plans
+from m2flow.sched._tree import shape
 from m2flow.sched._workflow import reduce_graph
+from m2flow.sched.planning import respond, searched
 
 Make = Callable[..., sched_pb2.PlanRequest]
 GIB = 2.0**30
@@ -63,6 +65,44 @@ def test_plans_are_ranked_by_simulation_and_differ(make_request: Make) -> None:
     seconds = [p.simulated_s for p in answer.plans]
     assert seconds == sorted(seconds)
     assert len({(p.shape, p.plan.staleness) for p in answer.plans}) == len(answer.plans) > 5
+
+
+def test_an_asynchronous_plan_bounds_no_edge(make_request: Make) -> None:
+    """A bound would have to hold more than an iteration: a later one's items would keep out this one's."""
+    request = make_request(8)
+    request.max_staleness = 1
+    bounded = [(p.plan.staleness, [e.capacity for e in p.plan.edges]) for p in plan(request).plans if ";" in p.shape]
+    assert {staleness for staleness, capacities in bounded if any(capacities)} == {0}
+    assert {staleness for staleness, _ in bounded} == {0, 1}
+
+
+def test_an_edge_to_several_ranks_that_keep_source_order_has_no_bound(make_request: Make) -> None:
+    """Their items find them by place: those of one rank would keep out those of another."""
+    request = make_request(8)
+    bounded = {}
+    for window in (0, 1):
+        request.workflow.stages[2].order_window = window
+        plans = [p.plan for p in plan(request).plans if any(e.capacity for e in p.plan.edges)]
+        bounded[window] = {g.num_ranks for p in plans for g in p.groups if g.group == "reward"}
+    assert bounded[1] == {1} < bounded[0]
+
+
+def test_notes_are_of_the_first_plan_also_where_another_has_its_shape(make_request: Make) -> None:
+    """The synchronous plan of a shape trains on eight times as many devices as were measured, the asynchronous one on
+    fewer."""
+    request = make_request(24, mode="spatial")
+    request.max_staleness = 1
+    del request.profile.samples[:]
+    for items in (1, 8, 64):
+        for stage, seconds in (("rollout.generate", 4 + 0.3 * items), ("actor.train", 1 + 0.3 * items)):
+            request.profile.samples.add(stage=stage, devices=1, items=items, seconds=seconds)
+    model = build(request)
+    found, _ = searched(model)
+    fast, slow = (c for c in found.plans if shape(c.tree) == "(rollout.generate | reward.score | actor.train) x2")
+    notes = {}
+    for name, plans in (("fast", [fast]), ("slow", [slow]), ("both", [slow, fast])):
+        notes[name] = list(respond(model, Found(plans, 0.0), 0.0).notes)
+    assert notes["both"] == notes["fast"] != notes["slow"]
 
 
 def test_planning_twice_gives_the_same_answer(make_request: Make) -> None:

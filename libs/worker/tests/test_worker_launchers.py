@@ -1,6 +1,8 @@
 """The conformance suite on the launchers of this machine."""
 
+import re
 import tempfile
+import threading
 from typing import ClassVar
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from m2flow.worker import (
     AgentAddress,
     Cluster,
+    LaunchError,
     PlacementError,
     RefusedError,
     Session,
@@ -81,6 +84,19 @@ def test_an_unknown_launcher_is_refused() -> None:
         launch_run(Cluster.virtual(1), launcher="thread")
 
 
+def test_a_run_that_does_not_start_leaves_no_watchdog() -> None:
+    watching = _watchdogs()
+    with pytest.raises(LaunchError):
+        launch_run(Cluster.virtual(1), agents={"node0": AgentAddress("", "t")})
+    assert _watchdogs() == watching
+    with launch_run(Cluster.virtual(1), launcher="inproc"):
+        assert _watchdogs() == watching + 1
+
+
+def _watchdogs() -> int:
+    return sum(thread.name == "watchdog" for thread in threading.enumerate())
+
+
 def test_a_placement_of_the_wrong_kind_is_refused() -> None:
     with launch_run(Cluster.virtual(1), launcher="inproc") as session, pytest.raises(ValueError, match="'virtual'"):
         session.start(Probe.group(), "0")
@@ -97,6 +113,12 @@ def test_a_silent_run_says_who_waits_for_whom(capsys: pytest.CaptureFixture[str]
         "[m2flow] nothing has happened for 0 s\n  probe.0: in sleep for 0 s, 1 more behind it"
         in capsys.readouterr().err
     )
+
+
+def test_a_silent_start_is_said_to_last_as_long_as_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with launch_run(Cluster.virtual(1), launcher="inproc", silence_s=0.7) as session:
+        session.start(Probe.group({"setup": "sleep 1.8"}, device_kind="virtual"), "0")
+    assert re.search(r"nothing has happened for \d s\n  probe\.0: in start for [1-9] s\n", capsys.readouterr().err)
 
 
 def test_an_answer_that_comes_after_its_group_was_stopped_harms_nobody() -> None:

@@ -140,6 +140,11 @@ def test_cuda_devices_are_those_that_may_be_seen(visible: str | None, uuids: lis
     assert all(device.memory_bytes == 143771 << 20 and device.kind == "cuda" for device in devices)
 
 
+def test_a_cuda_device_that_shares_the_host_s_memory_has_none_that_is_known() -> None:
+    (device,) = _visible_cuda("0, GPU-cc, NVIDIA GB10, [N/A]\n", None)
+    assert (device.memory_bytes, device.labels["model"]) == (0, "NVIDIA GB10")
+
+
 def test_resources_and_nodes() -> None:
     cluster = Cluster.virtual(2).with_resource("robot", count=2, labels={"arm": "left"})
     assert [device.name for device in cluster.devices] == ["virtual:0", "virtual:1", "robot:0", "robot:1"]

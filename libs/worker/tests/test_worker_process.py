@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -82,6 +83,21 @@ def started_driver(private: Path) -> tuple["subprocess.Popen[str]", list[int]]:
     )
     assert driver.stdout is not None
     return driver, [int(word) for word in driver.stdout.readline().split()]
+
+
+def test_a_driver_with_many_open_files_starts_a_run_and_ends_it(private: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("kernel: this user may not open 2,048 files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    held = [os.open("/", os.O_RDONLY) for _ in range(1100)]
+    try:
+        with launch_run(Cluster.virtual(1)) as session:
+            assert session.start(Probe.group(device_kind="virtual"), "0").echo(1).result(10) == [1]
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_when_the_driver_is_killed_everything_ends(private: Path) -> None:

@@ -11,6 +11,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from m2flow.comm.token import TOKEN_KEY
+from m2flow.proto.algos.v1 import algos_pb2 as pb
+from m2flow.proto.algos.v1 import algos_pb2_grpc
 from m2flow.worker.errors import LaunchError, RewardFailed, SessionClosedError
 from m2flow.worker.pool import TaskPool
 from m2flow.worker.reward import FailurePolicy, Rewarder, RewardPool
@@ -74,6 +77,17 @@ class TestRewardService(RewarderConformance):
             with pytest.raises(LaunchError, match="cannot listen at"):
                 RewardServer(pool, taken, token="t")
             other.close()
+
+    def test_a_time_that_never_passes_is_refused_to_any_client(self) -> None:
+        with RewardPool(OBEDIENT, policy=FailurePolicy("skip")) as pool:
+            server = RewardServer(pool, "127.0.0.1:0", token="t")
+            with grpc.insecure_channel(server.address) as channel:
+                request = pb.ScoreRequest(trajectories=[pb.Trajectory(completion="four")], timeout_s=float("nan"))
+                ask = algos_pb2_grpc.RewardServiceStub(channel).Score
+                with pytest.raises(grpc.RpcError, match="got timeout_s=nan, want more than 0 s") as caught:
+                    ask(request, timeout=20, metadata=[(TOKEN_KEY, "t")])
+                assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            server.close()
 
     def test_a_proxy_is_not_asked_for_the_way_to_the_service(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("no_proxy", "no_grpc_proxy"):
@@ -204,6 +218,11 @@ def _until(holds: Callable[[], bool]) -> None:
 def test_what_cannot_be_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         RewardPool(OBEDIENT, num_processes=0)
+    for timeout_s in (0.0, float("nan")):
+        with pytest.raises(ValueError, match="more than 0 s"):
+            RewardPool(OBEDIENT, timeout_s=timeout_s)
+        with pytest.raises(ValueError, match="more than 0 s"):
+            RewardClient("127.0.0.1:1", token="t", timeout_s=timeout_s)
     with pytest.raises(ValueError, match="'score', 'skip' or 'stop'"):
         FailurePolicy("ignore")  # type: ignore[arg-type]
     with pytest.raises(AttributeError):

@@ -219,6 +219,8 @@ def test_the_robots_computer_is_in_another_network() -> None:
         (["serve", "no_such_module:Worker"], "serve: got 'no_such_module:Worker', want module:qualname"),
         (["reward", "math:no_such"], "reward: got 'math:no_such', want module:qualname"),
         (["reward", "math"], "reward: got 'math', want module:qualname"),
+        (["serve", "json:JSONDecoder"], "serve: got 'json:JSONDecoder', want a class of Worker"),
+        (["reward", "math:pi"], "reward: got 'math:pi', want a function"),
         (["serve", PROBE, "--address", "7400"], "got '7400', want HOST:PORT"),
         (["serve", PROBE, "--address", "127.0.0.1:74000"], "got '127.0.0.1:74000', want HOST:PORT with a port of 0 to"),
         (["serve", PROBE, "--token-file", "no/such"], "serve: cannot read --token-file no/such: "),

@@ -41,6 +41,7 @@ def test_what_happens_ends_the_silence() -> None:
     assert said == ["nothing has happened for 10 s\n  nobody waits for anything"]
 
 
-def test_no_silence_is_refused() -> None:
+@pytest.mark.parametrize("silence_s", [0.0, -1.0, float("nan")])
+def test_no_silence_is_refused(silence_s: float) -> None:
     with pytest.raises(ValueError, match="more than 0"):
-        Watchdog(0.0, print)
+        Watchdog(silence_s, print)

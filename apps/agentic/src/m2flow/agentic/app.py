@@ -91,6 +91,7 @@ def _problems(config: AgenticConfig) -> list[str]:
 
 APP: App[AgenticConfig] = App(
     name="agentic",
+    purpose="Teaches a language model to call tools, on whole conversations.",
     config_class=AgenticConfig,
     recipes={path.stem: path for path in sorted((_HERE / "recipes").glob("*.yaml"))},
     default_recipe="calculator",

@@ -57,14 +57,15 @@ class Job:
 class App(Generic[C]):
     """One application.
 
-    `recipes` are the shipped YAML files by name, `default_profile` the profile that `plan` reads unless told.
-    `problems(config)` finds what is wrong with the app's own settings, `model_problems` with the model that training
-    starts from, `room_problems` with the room that training takes; they start nothing. `prepare(config)` returns the
-    model's directory, made if need be. `build(config, weights, resume)` returns the job over the model in `weights`;
-    where `resume` is a checkpoint, its trainer goes on from it.
+    `purpose` is a sentence for `--help`. `recipes` are the shipped YAML files by name, `default_profile` the profile
+    that `plan` reads unless told. `problems(config)` finds what is wrong with the app's own settings,
+    `model_problems` with the model that training starts from, `room_problems` with the room that training takes; they
+    start no run. `prepare(config)` returns the model's directory, made if need be. `build(config, weights, resume)`
+    returns the job over the model in `weights`; where `resume` is a checkpoint, its trainer goes on from it.
     """
 
     name: str
+    purpose: str
     config_class: type[C]
     recipes: Mapping[str, Path]
     default_recipe: str

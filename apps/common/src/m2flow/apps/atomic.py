@@ -12,15 +12,23 @@ __all__ = ["append_line", "new_directory", "replace_file"]
 
 
 def replace_file(path: Path, data: bytes | str) -> None:
-    """Writes `data` by way of a file beside `path`. On failure the old file stays and RunDirectoryError says why."""
+    """Writes `data` by way of a file beside `path`. On failure the old file stays and RunDirectoryError says why.
+
+    A link stays, and what it names is replaced. What is no regular file, such as a pipe or a device, is written into;
+    that blocks while nobody reads the pipe.
+    """
     content = data.encode() if isinstance(data, str) else data
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+            return
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        temporary.replace(target)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -77,4 +85,4 @@ def _sync(path: Path) -> None:
 
 def _failure(path: Path, error: OSError) -> RunDirectoryError:
     reason = error.strerror or str(error)
-    return RunDirectoryError(f"{path}: cannot be written ({reason}): free space or choose another run.root")
+    return RunDirectoryError(f"{path}: cannot be written ({reason}): free space or name another place")

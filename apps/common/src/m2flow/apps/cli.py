@@ -1,6 +1,7 @@
 """The command line that every app has: train, eval, plan, check, config show, report.
 
-Exit codes: 0 done, 1 a run failed, 2 something was wrong before any process started, 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done, 1 a run failed, 2 something was wrong before any process started, 130 Ctrl-C, 143 SIGTERM,
+141 nobody reads on.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from m2flow.apps import commands
 from m2flow.apps.app import App
 from m2flow.apps.config import TrainingConfig
 from m2flow.apps.errors import AppError
+from m2flow.apps.identity import package_version
 from m2flow.apps.interrupts import Terminated, orderly_interrupts
 from m2flow.flow import FlowError
 from m2flow.worker import WorkerError, WorkerFailed
@@ -37,6 +39,10 @@ def run_command(app: App[C], argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except WorkerFailed as error:
         print(_first_failure(error), file=sys.stderr)
+        return 1
+    except BrokenPipeError as error:
+        print(flush=True)  # raises again where it is standard output that nobody reads
+        print(error, file=sys.stderr)
         return 1
     except (WorkerError, FlowError, OSError) as error:
         print(error, file=sys.stderr)
@@ -70,7 +76,9 @@ def _interrupted(word: str, code: int) -> int:
 
 
 def _parser(app: App[C]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"m2flow-{app.name}", description=f"m2flow: {app.name}")
+    parser = argparse.ArgumentParser(prog=f"m2flow-{app.name}", description=app.purpose)
+    version = f"%(prog)s {package_version(f'm2flow-{app.name}')}"
+    parser.add_argument("--version", action="version", version=version)
     parsers = parser.add_subparsers(required=True, metavar="command")
 
     command = parsers.add_parser("train", help="train, or go on with a run")

@@ -56,7 +56,7 @@ def resume(app: App[C], arguments: argparse.Namespace) -> int:
     with run.held():
         checkpoint, state = newest_checkpoint(run)
         config = resolve_config(app, arguments.settings, base=run)
-        refuse_idle_resume(config, state)
+        refuse_idle_resume(config, run, state)
         _refuse(_problems(app, config, resuming=True))
         run.drop_after(state.step)
         _drive(app, config, run, weights=checkpoint, resume=checkpoint, first_step=state.step + 1)
@@ -228,11 +228,14 @@ def _numbers(config: TrainingConfig) -> dict[str, int]:
 
 def _closing_words(run: RunDirectory) -> str:
     rows = run.read_metrics()
-    rewards = [float(str(row["critic/score/mean"])) for row in rows if "critic/score/mean" in row]
-    last = rewards[-5:]
-    lines = [f"mean training reward of the last {len(last)} steps: {sum(last) / len(last):.3f}"]
+
+    def values(name: str) -> list[float]:
+        return [float(str(row[name])) for row in rows if row.get(name) is not None]  # null: it was not finite
+
+    lines = []
+    if last := values("critic/score/mean")[-5:]:
+        lines.append(f"mean training reward of the last {len(last)} steps: {sum(last) / len(last):.3f}")
     for name in dict.fromkeys(name for row in rows for name in row if name.startswith("eval/")):
-        values = [float(str(row[name])) for row in rows if name in row]
-        if len(values) > 1:
-            lines.append(f"held-out {spoken(name)}: {values[0]:.3f} before, {values[-1]:.3f} after")
+        if len(measured := values(name)) > 1:
+            lines.append(f"held-out {spoken(name)}: {measured[0]:.3f} before, {measured[-1]:.3f} after")
     return "\n".join([*lines, f"report: {run.report}"])

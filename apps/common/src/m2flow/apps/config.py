@@ -65,6 +65,8 @@ class TrainingConfig:
     """What any training run needs to know. Its methods are what an app says of its own batch words."""
 
     batch_words: ClassVar[tuple[str, ...]] = ()
+    # Settings that only the first step reads, by their full names: a checkpoint holds what they made.
+    first_step_words: ClassVar[tuple[str, ...]] = ()
     # What groups run on beside cores and accelerators, by kind: groups of such a kind take no turns with the others.
     resources: ClassVar[Mapping[str, int]] = {}
 

@@ -1,6 +1,8 @@
 """The way into a command. What is heavy is imported only when Ctrl-C and SIGTERM already end it in order."""
 
+import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -19,7 +21,15 @@ def run_app(app: str, argv: Sequence[str] | None = None) -> int:
     try:
         with orderly_interrupts():
             run_command = import_module("m2flow.apps.cli").run_command
-            return int(run_command(getattr(import_module(module), name), argv))
+            try:
+                return int(run_command(getattr(import_module(module), name), argv))
+            finally:
+                print(end="", flush=True)  # here, not when Python ends
+    except BrokenPipeError:
+        # Nobody reads on, as of `plan | head -1`.
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.close()
+        return 128 + signal.SIGPIPE
     except Terminated:
         word, code = "terminated", 143
     except KeyboardInterrupt:

@@ -8,10 +8,10 @@ from pathlib import Path
 __all__ = ["hardware", "package_version"]
 
 
-def package_version() -> str:
-    """Returns the installed version of m2flow-apps; "source" where it runs from a source tree."""
+def package_version(package: str = "m2flow-apps") -> str:
+    """Returns the installed version of `package`; "source" where it runs from a source tree."""
     try:
-        return metadata.version("m2flow-apps")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "source"
 

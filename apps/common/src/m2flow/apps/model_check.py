@@ -11,6 +11,7 @@ from m2flow.apps.safetensors_size import num_parameters
 
 __all__ = ["memory_problems", "model_problems", "room_problems", "space_problems"]
 
+_CGROUP = Path("/sys/fs/cgroup")
 _SMOLLM2_PARAMETERS = 134_515_008
 # Weights in float32 and AdamW's two moments.
 _CHECKPOINT_BYTES_PER_PARAMETER = 12
@@ -48,7 +49,8 @@ def space_problems(config: LanguageModelConfig) -> list[str]:
     """Returns where there is too little space: for checkpoints (one more than are kept), for a converted model."""
     parameters = _num_parameters(config)
     run = existing(expanded(config.run.dir or config.run.root))
-    needs = [("run.root", run, (config.checkpoint.keep + 1) * _CHECKPOINT_BYTES_PER_PARAMETER * parameters)]
+    key = "run.dir" if config.run.dir else "run.root"
+    needs = [(key, run, (config.checkpoint.keep + 1) * _CHECKPOINT_BYTES_PER_PARAMETER * parameters)]
     cache = expanded(config.model.cache_dir)
     if config.model.source == SMOLLM2 and not any(cache.rglob("*.safetensors")):
         needs.append(("model.cache_dir", existing(cache), _WEIGHT_BYTES_PER_PARAMETER * parameters))
@@ -83,7 +85,10 @@ def _num_parameters(config: LanguageModelConfig) -> int:
 def _free_memory_bytes() -> int:
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    limit = _CGROUP / "memory.max"
     if limit.exists() and (text := limit.read_text(encoding="utf-8").strip()).isdigit():
-        free = min(free, int(text) - int(used.read_text(encoding="utf-8")))
+        counts = dict(line.split() for line in (_CGROUP / "memory.stat").read_text(encoding="utf-8").splitlines())
+        # The kernel gives back what it has cached of files that nobody reads.
+        used = int((_CGROUP / "memory.current").read_text(encoding="utf-8")) - int(counts["inactive_file"])
+        free = min(free, int(text) - used)
     return free

@@ -1,6 +1,6 @@
 """Which plan a run has: a mode, a file, or the one that the scheduler finds from what the first iterations measured."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +20,7 @@ __all__ = [
     "FixedPlanning",
     "Planning",
     "cluster_spec",
+    "difference",
     "fixed_plan",
     "probes",
 ]
@@ -185,7 +186,24 @@ def probes(graph: Graph, cluster: Cluster) -> list[flow_pb2.ExecutionPlan]:
     plans = [turns, _in_chunks(graph, turns, _NUM_CHUNKS)]
     if len(cluster.devices) > 1:
         plans += [MODES["spatial"](graph, cluster), spatial_plan(graph, cluster, num_chunks=_NUM_CHUNKS // 2)]
-    return plans
+    # Of few items, two granularities may be one.
+    return [plan for number, plan in enumerate(plans) if plan not in plans[:number]]
+
+
+def difference(before: flow_pb2.ExecutionPlan, after: flow_pb2.ExecutionPlan) -> str:
+    """Returns what the second plan has and the first has not, in words: two plans may have one mode."""
+    known = set(_traits(before))
+    return ", ".join(trait for trait in _traits(after) if trait not in known) or "in other turns"
+
+
+def _traits(plan: flow_pb2.ExecutionPlan) -> Iterator[str]:
+    for group in plan.groups:
+        yield f"{group.group} on {' '.join(map(str, group.device_ids))}"
+    for stage in plan.stages:
+        yield f"{stage.stage} by {stage.granularity}"
+    for edge in plan.edges:
+        bound = edge.capacity or "any number"
+        yield f"{bound} from {edge.producer} to {edge.consumer}"
 
 
 def _in_chunks(graph: Graph, plan: flow_pb2.ExecutionPlan, num_chunks: int) -> flow_pb2.ExecutionPlan:

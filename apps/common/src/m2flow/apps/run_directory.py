@@ -29,7 +29,7 @@ class RunDirectory:
     def create(cls, app: str, *, root: str, directory: str = "") -> "RunDirectory":
         """Makes `directory`, or <root>/<app>-<time> where none is named. Of several at once each
         gets its own; raises RunInUseError when a named one is in use, RunDirectoryError when it cannot be made."""
-        path = expanded(directory or root)
+        path, key = expanded(directory or root), "run.dir" if directory else "run.root"
         try:
             path = path if directory else _new(path, app)
             path.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ class RunDirectory:
         except FileExistsError:
             raise RunInUseError(f"{path}: is taken, want a new directory: name another") from None
         except OSError as error:
-            raise RunDirectoryError(f"{path}: cannot be made ({error.strerror}): choose another run.root") from error
+            raise RunDirectoryError(f"{path}: cannot be made ({error.strerror}): choose another {key}") from error
         return cls(path)
 
     @classmethod
@@ -135,10 +135,10 @@ class RunDirectory:
         return _read_lines(self.metrics) if self.metrics.exists() else []
 
     def drop_after(self, step: int) -> None:
-        """Removes the metrics and samples of steps after `step`: a resumed run writes them again."""
+        """Removes the metrics, samples and films of steps after `step`: a resumed run writes them again."""
         rows = [row for row in self.read_metrics() if int(str(row.get("step", 0))) <= step]
         replace_file(self.metrics, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        for file in (self.path / "samples").glob("step_*.jsonl"):
+        for file in [*(self.path / "samples").glob("step_*.jsonl"), *(self.path / "films").glob("step_*.webp")]:
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
 

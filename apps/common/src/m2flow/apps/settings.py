@@ -1,6 +1,8 @@
 """What the words on the command line name: a recipe with overrides, a run to go on with, a checkpoint."""
 
+import json
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -8,7 +10,9 @@ from m2flow.apps.app import App
 from m2flow.apps.checkpoint import ResumeState, latest_checkpoint, read_resume_state
 from m2flow.apps.config import TrainingConfig, load_config
 from m2flow.apps.errors import CheckFailed, ConfigError, ResumeError
+from m2flow.apps.parsing import build
 from m2flow.apps.run_directory import RunDirectory
+from m2flow.apps.yaml_tree import load_yaml
 
 __all__ = ["find_checkpoint", "newest_checkpoint", "refuse_idle_resume", "resolve_config", "run_of"]
 
@@ -39,10 +43,17 @@ def newest_checkpoint(run: RunDirectory) -> tuple[Path, ResumeState]:
     return checkpoint, read_resume_state(checkpoint)
 
 
-def refuse_idle_resume(config: TrainingConfig, state: ResumeState) -> None:
+def refuse_idle_resume(config: TrainingConfig, run: RunDirectory, state: ResumeState) -> None:
     """Raises ResumeError where going on would do nothing, or would not be going on."""
-    if config.seed != state.seed:
-        raise ResumeError(f"seed: got {config.seed}, want {state.seed}, the run's own: a resumed run keeps its seed")
+    own = build(type(config), load_yaml(run.config))
+    kept = {"seed": state.seed, **{name: attrgetter(name)(own) for name in config.first_step_words}}
+    changed = [
+        f"{name}: got {json.dumps(got)}, want {json.dumps(want)}, the run's own: a resumed run keeps its {name}"
+        for name, want in kept.items()
+        if (got := attrgetter(name)(config)) != want
+    ]
+    if changed:
+        raise ResumeError("\n".join(changed))
     if state.step >= config.num_steps:
         raise ResumeError(f"nothing to do: {state.step} of {config.num_steps} steps are done: raise num_steps to go on")
 

@@ -17,7 +17,7 @@ from m2flow.apps.checkpoint import ResumeState, write_checkpoint
 from m2flow.apps.config import TrainingConfig
 from m2flow.apps.errors import CheckFailed, StepLost
 from m2flow.apps.metrics import MetricsLog, spoken
-from m2flow.apps.planning import Planning
+from m2flow.apps.planning import Planning, difference
 from m2flow.apps.progress import Progress, StepView
 from m2flow.apps.report import write_report
 from m2flow.apps.run_directory import RunDirectory
@@ -119,10 +119,11 @@ class Driver:
             raise StepLost(f"step {step}: got nothing to learn from ({lost}), want a sample: {self.run.logs} says why")
         self._record(step, self.job.measure(result.outputs), result, predicted_s)
         self._results.append(result)
-        remaining = self.config.num_steps - step
+        remaining, before = self.config.num_steps - step, self.planning.plan
         if self.planning.observe(result.timeline, remaining_iterations=remaining) and remaining:
             self._write_plan()
-            self.progress.say(f"step {step}: the next plan is {self.planning.plan.mode}")
+            changed = difference(before, self.planning.plan)
+            self.progress.say(f"step {step}: the next plan is {self.planning.plan.mode} ({changed})")
             self.progress.doing("changing the plan")
             began = time.perf_counter()
             runtime.apply(self.planning.plan)

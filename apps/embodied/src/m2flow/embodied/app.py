@@ -83,6 +83,7 @@ def _learner(config: EmbodiedConfig, weights: Path, resume: Path | None) -> Grou
 
 APP: App[EmbodiedConfig] = App(
     name="embodied",
+    purpose="Teaches policies to act, in simulators.",
     config_class=EmbodiedConfig,
     recipes={path.stem: path for path in sorted((_HERE / "recipes").glob("*.yaml"))},
     default_recipe="reach",

@@ -52,6 +52,7 @@ class EmbodiedConfig(TrainingConfig):
     """One run of m2flow-embodied."""
 
     batch_words: ClassVar[tuple[str, ...]] = ("episodes_per_step", "num_lanes", "minibatch_size", "num_epochs")
+    first_step_words: ClassVar[tuple[str, ...]] = ("policy.hidden", "policy.log_std")
 
     episodes_per_step: int = setting(8, "episodes of one iteration, each in an environment of its own", low=1)
     num_lanes: int = setting(2, "parts of them that go round by themselves: one is simulated while another acts", low=1)

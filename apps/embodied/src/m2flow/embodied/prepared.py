@@ -1,4 +1,4 @@
-"""The policy that a run starts from: made once for each task, shape and seed, and kept."""
+"""The policy that a run starts from: made once for each task, with film or without, shape and seed, and kept."""
 
 import importlib.metadata
 from pathlib import Path
@@ -9,18 +9,29 @@ from m2flow.apps.seeding import derived_seed
 from m2flow.embodied.config import EmbodiedConfig
 from m2flow.worker.engines.env.gymnasium import GymnasiumEnv, GymnasiumEnvConfig
 
-__all__ = ["prepared"]
+__all__ = ["is_prepared", "prepared"]
+
+_CACHE = "~/.cache/m2flow"
 
 
-def prepared(config: EmbodiedConfig, cache_dir: str = "~/.cache/m2flow") -> Path:
+def is_prepared(config: EmbodiedConfig, cache_dir: str = _CACHE) -> bool:
+    """Whether the task has been made before, with a film where the config wants one."""
+    return _target(config, cache_dir).is_dir()
+
+
+def prepared(config: EmbodiedConfig, cache_dir: str = _CACHE) -> Path:
     """Returns the directory of the untrained policy, under `cache_dir`. Blocks: it makes the task, the first time."""
-    shape = (repr(config.policy.hidden), repr(config.policy.log_std))
-    key = derived_seed(config.seed, config.env.id, _version(config.env.id), *shape)
-    target = expanded(cache_dir) / f"policy-{key:016x}"
+    target = _target(config, cache_dir)
     if not target.is_dir():
         with new_directory(target) as directory:
             _make(config, directory)
     return target
+
+
+def _target(config: EmbodiedConfig, cache_dir: str) -> Path:
+    task = (config.env.id, _version(config.env.id), *["film"] * config.evaluation.film)
+    shape = (repr(config.policy.hidden), repr(config.policy.log_std))
+    return expanded(cache_dir) / f"policy-{derived_seed(config.seed, *task, *shape):016x}"
 
 
 def _make(config: EmbodiedConfig, directory: Path) -> None:

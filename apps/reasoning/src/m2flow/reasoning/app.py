@@ -69,6 +69,7 @@ def _problems(config: ReasoningConfig) -> list[str]:
 
 APP: App[ReasoningConfig] = App(
     name="reasoning",
+    purpose="Teaches language models to reason, on tasks whose answers can be checked.",
     config_class=ReasoningConfig,
     recipes={path.stem: path for path in sorted((_HERE / "recipes").glob("*.yaml"))},
     default_recipe="two_digit",

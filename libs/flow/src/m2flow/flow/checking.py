@@ -199,11 +199,12 @@ def _capacities(graph: Graph, plan: pb.ExecutionPlan, cluster: Cluster) -> Itera
     for producer, consumer in _sharing_pairs(graph, plan):
         turn = plans[producer]
         part = 1.0 if turn.hold else turn.granularity / graph.volume(producer)
-        for name in plans:
-            on_the_way = name == consumer or name in graph.ancestors(consumer)
-            if on_the_way and producer in graph.ancestors(name):
+        pressing = {producer}  # on whom those that wait for room press back: not past an inbox without bound
+        for name in filter(capacity.get, graph.order):
+            if (name == consumer or name in graph.ancestors(consumer)) and pressing & graph.workers_before(name):
+                pressing.add(name)
                 need = ceil(part * entering[name]) * (1 + plan.staleness)
-                if 0 < capacity[name] < need:
+                if capacity[name] < need:
                     yield (
                         f"plan: the edge into {name} holds {capacity[name]} items, and one turn of {producer} gives "
                         f"{need}: it would wait for room that only {consumer} can make, in a turn on its devices; "

@@ -163,7 +163,9 @@ def _add_edges(model: Model, candidate: Candidate, plan: flow_pb2.ExecutionPlan)
     """Bounds that make turns within a chunk alternate; all other edges have none.
 
     Where items meet others on the way, or find their rank by their place, there is no bound: those that wait for others
-    would fill it. The feedback of a cycle holds the chunk that goes round.
+    would fill it. Nor is there one in an asynchronous plan: it would have to hold more than an iteration, or those of a
+    later one would keep out this one's; nor behind a stage that keeps its devices for the iteration, whose turn would
+    end for want of room. The feedback of a cycle holds the chunk that goes round.
     """
     home: dict[str, Leaf] = {}
     chunks: dict[tuple[int, int], int] = {}
@@ -173,12 +175,15 @@ def _add_edges(model: Model, candidate: Candidate, plan: flow_pb2.ExecutionPlan)
         elif isinstance(part, Pipe) and any(isinstance(inner, Turns) for inner in walk(part)):
             chunks.update(_chunks_ahead(part, model.problem.tails))
     sources = work_sources(model.workflow)
+    several = {g.group for g in plan.groups if g.num_ranks > 1}
+    placed = {s for s in model.workflow.by_place if model.workflow.stages[s].group in several}
+    held = {s.stage for s in plan.stages if s.hold}
     for stream in model.workflow.graph.streams:
         capacity, volume = 0, model.workflow.volumes[stream.consumer]
         producer, consumer = home.get(stream.producer), home.get(stream.consumer)
         if stream.feedback:
             capacity = ceil(volume / home[min(sources[stream.producer])].chunks - 1e-9)
-        elif producer and consumer and not _by_place(model, plan, stream.consumer):
+        elif producer and consumer and not (plan.staleness or stream.consumer in placed or stream.producer in held):
             ahead = chunks.get((producer.node, consumer.node), 0)
             capacity = ahead * max(1, ceil(volume / consumer.chunks - 1e-9))
         plan.edges.add(producer=stream.producer, consumer=stream.consumer, capacity=capacity)
@@ -199,15 +204,6 @@ def _chunks_ahead(pipe: Pipe, tails: Tails) -> dict[tuple[int, int], int]:
     if isinstance(head, Leaf) and head.streams:
         found = {ends: ahead for ends, ahead in found.items() if ends[0] != head.node}
     return found
-
-
-def _by_place(model: Model, plan: flow_pb2.ExecutionPlan, stage: str) -> bool:
-    """Whether items find their rank of a stage by their place, rather than go to whichever asks first."""
-    graph, group = model.workflow.graph, model.workflow.groups[model.workflow.stages[stage].group]
-    mates = {s.name for s in graph.stages if s.group == group.name}
-    loops = any(node.cyclic and mates & set(node.stages) for node in model.workflow.nodes)
-    meets = sum(s.consumer == stage and not s.feedback for s in graph.streams) > 1
-    return next(g.num_ranks for g in plan.groups if g.group == group.name) > 1 and (group.in_step or loops or meets)
 
 
 def _add_prediction(

@@ -15,7 +15,7 @@ def plan_in_words(model: Model, answer: sched_pb2.PlanResponse) -> list[str]:
     plan = best.plan
     lines = [
         f"{plan.mode.capitalize()}: {best.shape}, {best.simulated_s:.4g} s an iteration "
-        f"(closed form {best.searched_s:.4g} s, {best.searched_s / best.simulated_s - 1:+.1%}; "
+        f"(closed form {best.searched_s:.4g} s, {best.searched_s / best.simulated_s - 1:+z.1%}; "
         f"stage estimates give +-{plan.prediction.error_s:.2g} s)."
     ]
     if plan.staleness:
@@ -32,7 +32,7 @@ def plan_in_words(model: Model, answer: sched_pb2.PlanResponse) -> list[str]:
     for other in answer.plans[1 : 1 + _RUNNERS_UP]:
         held = f", {other.peak_bytes / 2**30:.1f} GiB" if other.peak_bytes else ""
         slower = other.simulated_s / best.simulated_s - 1
-        lines.append(f"Runner-up: {other.shape}, {other.simulated_s:.4g} s ({slower:+.1%}){held}, {other.plan.mode}.")
+        lines.append(f"Runner-up: {other.shape}, {other.simulated_s:.4g} s ({slower:+z.1%}){held}, {other.plan.mode}.")
     proof = "Exact" if answer.exact else f"Within {best.searched_s / answer.lower_bound_s - 1:.1%} of the best"
     lines.append(
         f"{proof} for device counts in multiples of {answer.device_quantum}; no plan of them takes less than "

@@ -21,6 +21,7 @@ _PASSIVE = {
     flow_pb2.STAGE_KIND_MERGE,
     flow_pb2.STAGE_KIND_JOIN,
 }
+_MEETS = {flow_pb2.STAGE_KIND_GATHER, flow_pb2.STAGE_KIND_JOIN, flow_pb2.STAGE_KIND_MERGE}
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,19 @@ class Workflow:
     @cached_property
     def stages(self) -> dict[str, flow_pb2.Stage]:
         return {s.name: s for s in self.graph.stages}
+
+    @cached_property
+    def by_place(self) -> set[str]:
+        """Stages whose items find their rank, if there are several, by their place, rather than go to whichever asks
+        first: they meet others there, keep an order or go round a loop, or the ranks move in step."""
+        inputs = _producers(self.graph)
+        meet = {e.stage for e in self.edges if any(self.stages[via].kind in _MEETS for via in e.via)}
+        bound = {g.name for g in self.graph.groups if g.in_step}.union(*(n.groups for n in self.nodes if n.cyclic))
+        return {
+            s.name
+            for s in self.graph.stages
+            if s.order_window or s.group in bound or s.name in meet or len(inputs[s.name]) > 1
+        }
 
 
 def reduce_graph(graph: flow_pb2.WorkflowGraph) -> Workflow:

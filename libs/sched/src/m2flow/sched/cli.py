@@ -1,8 +1,11 @@
 """`m2flow-sched plan|explain|simulate|compare`: from files to a plan, its reasons and its picture."""
 
 import argparse
+import os
 import pathlib
+import signal
 import sys
+from importlib import metadata
 
 from google.protobuf.message import Message
 
@@ -21,17 +24,24 @@ _AGREE = 0.0005
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns 0, or 1 if nothing fits, or 2 for inputs that cannot be used."""
+    """Runs the command; returns 0, or 1 if nothing fits, or 2 for inputs that cannot be used; 141, as a shell says of
+    SIGPIPE, if whoever reads the answer has closed it."""
     parsed = _parser().parse_args(arguments)
     try:
-        return int(parsed.run(parsed))
+        code = int(parsed.run(parsed))
+        sys.stdout.flush()
     except SchedError as wrong:
         print(f"m2flow-sched: {wrong}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest, which is flushed at the exit
+        return 128 + signal.SIGPIPE
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="m2flow-sched", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     commands = parser.add_subparsers(required=True, metavar="plan|explain|simulate|compare")
     for name, run, what in (
         ("plan", _plan, "search the best plans"),
@@ -63,6 +73,13 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--json", action="store_true", help="the whole answer, for machines")
     return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("m2flow-sched")
+    except metadata.PackageNotFoundError:
+        return "source"
 
 
 def _request(parsed: argparse.Namespace, case: str | None) -> sched_pb2.PlanRequest:

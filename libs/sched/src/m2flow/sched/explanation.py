@@ -180,7 +180,7 @@ def _mode_lines(model: Model, base: Choice) -> list[str]:
             lines.append(f"No {mode} plan {_none(found)}.")
         else:
             lines.append(
-                f"Best {mode}: {other.seconds:.4g} s ({other.seconds / base.seconds - 1:+.1%}), {other.shape}."
+                f"Best {mode}: {other.seconds:.4g} s ({other.seconds / base.seconds - 1:+z.1%}), {other.shape}."
             )
     return lines
 
@@ -199,6 +199,6 @@ def _device_lines(model: Model, base: Choice) -> list[str]:
             if answer is None:
                 lines.append(f"With {what}: no plan {_none(found)}.")
             else:
-                change_of = f"{answer.seconds / base.seconds - 1:+.1%}"
+                change_of = f"{answer.seconds / base.seconds - 1:+z.1%}"
                 lines.append(f"With {what}: {answer.seconds:.4g} s ({change_of}), {answer.shape}.")
     return lines

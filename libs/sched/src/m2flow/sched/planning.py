@@ -6,7 +6,7 @@ from m2flow.proto.sched.v1 import sched_pb2
 from m2flow.sched._build import Model, build
 from m2flow.sched._infeasible import why_infeasible
 from m2flow.sched._placement import estimates, execution_plan
-from m2flow.sched._plans import Found, best_plans
+from m2flow.sched._plans import Candidate, Found, best_plans
 from m2flow.sched._tree import shape
 from m2flow.sched.errors import InfeasibleError, InputError
 from m2flow.sched.simulation import run_plan
@@ -61,7 +61,7 @@ def respond(model: Model, found: Found, seconds: float) -> sched_pb2.PlanRespons
         device_quantum=model.problem.quanta[0],
     )
     response.notes.extend(model.costs.notes)
-    ranked = []
+    ranked: list[tuple[sched_pb2.RankedPlan, Candidate]] = []
     for candidate in found.plans:
         plan = execution_plan(model, candidate)
         try:
@@ -71,23 +71,22 @@ def respond(model: Model, found: Found, seconds: float) -> sched_pb2.PlanRespons
             continue
         peak = max(plan.prediction.peak_bytes.values(), default=0)
         plan.prediction.iteration_s = simulated
-        ranked.append(
-            sched_pb2.RankedPlan(
-                plan=plan,
-                searched_s=candidate.seconds,
-                simulated_s=simulated,
-                peak_bytes=peak,
-                shape=shape(candidate.tree),
-            )
+        answer = sched_pb2.RankedPlan(
+            plan=plan,
+            searched_s=candidate.seconds,
+            simulated_s=simulated,
+            peak_bytes=peak,
+            shape=shape(candidate.tree),
         )
-    ranked.sort(key=lambda r: r.simulated_s)
-    response.plans.extend(ranked)
+        ranked.append((answer, candidate))
+    ranked.sort(key=lambda pair: pair[0].simulated_s)
+    response.plans.extend(answer for answer, _ in ranked)
     if ranked:
-        first = next(c for c in found.plans if shape(c.tree) == ranked[0].shape)
+        best = ranked[0][1]
         response.notes.extend(
             f"{stage}: asked far outside its samples; {_BEYOND[estimate.origin]}, {estimate.low_s:.3g} to "
             f"{estimate.high_s:.3g} s a chunk"
-            for _, stage, estimate in estimates(model, first.tree)
+            for _, stage, estimate in estimates(model, best.tree)
             if model.costs.stages[stage].origin == "measured" and estimate.far
         )
     if not found.plans:

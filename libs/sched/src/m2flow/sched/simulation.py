@@ -20,7 +20,6 @@ _EMISSIONS = 4096  # a curve lets its items out in at most so many steps
 _LANES = 16  # of more ranks several go together
 _LEAST_S = 1e-9  # of a call in a loop, as of a sample: shares of it are asked for
 _SPAN_DEVICES = 200_000  # device ids in a timeline: more would be a file that nobody opens
-_MEETS = (flow_pb2.STAGE_KIND_GATHER, flow_pb2.STAGE_KIND_JOIN, flow_pb2.STAGE_KIND_MERGE)
 _KINDS = {"busy": flow_pb2.SPAN_KIND_BUSY, "onload": flow_pb2.SPAN_KIND_ONLOAD, "offload": flow_pb2.SPAN_KIND_OFFLOAD}
 
 
@@ -124,14 +123,11 @@ def _chunk(model: Model, plan: flow_pb2.ExecutionPlan, number: int) -> float:
 
 def _lanes(model: Model, plan: flow_pb2.ExecutionPlan, number: int) -> int:
     """How many of a node's ranks take items as they come, each a share of the chunk, from one queue; 1 where the group
-    takes chunks together: all that it has is there when it begins, or items have a rank of their own, since they meet
-    others or keep an order. Of many ranks some are as one."""
-    workflow, node = model.workflow, model.workflow.nodes[number]
-    stage = workflow.stages[node.stages[0]]
-    edges = [e for e in workflow.edges if e.consumer == number]
-    meet = len(edges) > 1 or any(workflow.stages[via].kind in _MEETS for e in edges for via in e.via)
-    looped = any(stage.group in n.groups for n in workflow.nodes if n.cyclic)
-    if not edges or meet or looped or stage.order_window or workflow.groups[stage.group].in_step:
+    takes chunks together: all that it has is there when it begins, or items have a rank of their own. Of many ranks
+    some are as one."""
+    workflow = model.workflow
+    stage = workflow.stages[workflow.nodes[number].stages[0]]
+    if stage.name in workflow.by_place or not any(e.consumer == number for e in workflow.edges):
         return 1
     num_ranks = next(g.num_ranks for g in plan.groups if g.group == stage.group) or 1
     granularity = next(s.granularity for s in plan.stages if s.stage == stage.name)

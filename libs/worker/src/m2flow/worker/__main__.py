@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from m2flow.worker._tasks import run_tasks
+from m2flow.worker.base import Worker
 from m2flow.worker.errors import LaunchError
 from m2flow.worker.launchers._entry import run_agent, run_cold_rank
 from m2flow.worker.target import resolve_target
@@ -74,9 +75,12 @@ def _serve(options: argparse.Namespace, how: str, *more: int) -> None:
 
 def _find(command: str, target: str) -> None:
     try:
-        resolve_target(target)
+        found = resolve_target(target)
     except (ImportError, AttributeError, ValueError) as error:
         sys.exit(f"{command}: got {target!r}, want module:qualname of what can be imported here: {error}")
+    is_worker = isinstance(found, type) and issubclass(found, Worker)
+    if not (is_worker if command == "serve" else callable(found)):
+        sys.exit(f"{command}: got {target!r}, want {'a class of Worker' if command == 'serve' else 'a function'}")
 
 
 def _address(text: str) -> str:

@@ -19,10 +19,14 @@ class Asked(NamedTuple):
 
 
 class KnownRank:
-    """One rank as the driver knows it; `unanswered` are the requests that it has not answered, by call id."""
+    """One rank as the driver knows it, which it first started at `start_s`.
 
-    def __init__(self, link: Link, order: pb.StartWorker, on_death: str) -> None:
+    `unanswered` are the requests that it has not answered, by call id.
+    """
+
+    def __init__(self, link: Link, order: pb.StartWorker, on_death: str, start_s: float) -> None:
         self.link = link
+        self.start_s = start_s
         self.order = order
         self.on_death = on_death
         self.pid = 0
@@ -60,7 +64,7 @@ class KnownRank:
         """What it is in, for how long, in a line; none where nobody waits for it."""
         if not self.unanswered and self.pid:
             return []
-        since_s = min((asked.time_s for asked in self.unanswered.values()), default=now_s)
+        since_s = min(asked.time_s for asked in self.unanswered.values()) if self.pid else self.start_s
         behind = f", {len(self.unanswered) - 1} more behind it" if len(self.unanswered) > 1 else ""
         name = f"{group_of(self.order.group)}.{self.order.rank}"
         return [f"{name}: in {self.phase()} for {now_s - since_s:.0f} s{behind}"]

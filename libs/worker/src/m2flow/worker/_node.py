@@ -115,15 +115,18 @@ class NodeAgent:
             rank = self._known.get(key)
             if rank is None:
                 return
-            rank.gone = True
-            if rank.stopping:
-                del self._known[key]
-        if rank.stopping:
-            self._emit(event)
-        elif not rank.failed:
+            unasked = not rank.stopping and not rank.failed
+        if unasked:
             # `Stopped` answers a stop; what nobody asked for is a failure. The driver knows the process and its phase.
             cause = exit_in_words(event.stopped.exit_code)
             self._emit(failure_report(*key, pid=0, phase="", cause=cause))
+        with self._mutex:
+            # Only now: a stop that comes meanwhile is answered after that, when the driver forgets the rank.
+            rank.gone = True
+            if not rank.stopping:
+                return
+            del self._known[key]
+        self._emit(event)
 
 
 def addressees(request: pb.SessionRequest) -> list[RankKey]:

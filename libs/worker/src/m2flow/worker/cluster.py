@@ -143,7 +143,8 @@ def _visible_cuda(table: str, visible: str | None) -> list[Device]:
         wanted = [word.strip() for word in visible.split(",") if word.strip()]
         by_name = {row[0]: row for row in rows} | {row[1]: row for row in rows}
         rows = [by_name[word] for word in wanted if word in by_name]
-    return [
-        Device(0, LOCAL_NODE, "cuda", number, int(memory) << 20, {"model": model, "uuid": uuid})
-        for number, (_, uuid, model, memory) in enumerate(rows)
-    ]
+    devices = []
+    for number, (_, uuid, model, memory) in enumerate(rows):
+        memory_bytes = int(memory) << 20 if memory.isdigit() else 0  # "[N/A]": it shares the host's.
+        devices.append(Device(0, LOCAL_NODE, "cuda", number, memory_bytes, {"model": model, "uuid": uuid}))
+    return devices

@@ -32,6 +32,12 @@ class Outcome:
     error: str = ""
 
 
+def check_limit(name: str, timeout_s: float | None) -> None:
+    """Refuses, by ValueError, seconds within which nothing can be done, and NaN, which never pass."""
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"{name}: got timeout_s={timeout_s}, want more than 0 s: give some")
+
+
 class TaskPool:
     """A function in `num_processes` processes; `target` names it as "module:qualname".
 
@@ -41,10 +47,9 @@ class TaskPool:
 
     def __init__(self, target: str, *, num_processes: int = 1, timeout_s: float = 10.0) -> None:
         resolve_target(target)
-        if num_processes < 1 or timeout_s <= 0:
-            raise ValueError(
-                f"pool of {target}: got {num_processes} processes and {timeout_s} s, want at least 1 and more than 0"
-            )
+        if num_processes < 1:
+            raise ValueError(f"pool of {target}: got {num_processes} processes, want at least 1")
+        check_limit(f"pool of {target}", timeout_s)
         self._target = target
         self._timeout_s = timeout_s
         # Apart from the other: who writes waits for the processes, which wait for who reads.
@@ -66,9 +71,11 @@ class TaskPool:
     def submit(self, *arguments: Any, timeout_s: float | None = None) -> "Future[Outcome]":
         """Calls the function within the pool's seconds, or `timeout_s` where that is less. Does not wait for it.
 
-        The future cannot be cancelled. Raises SessionClosedError on a closed pool, or one whose processes have ended;
-        the future does so where they end before the call.
+        The future cannot be cancelled. Raises ValueError on a `timeout_s` of 0 or less, or that is no number;
+        SessionClosedError on a closed pool, or one whose processes have ended; the future does so where they end before
+        the call.
         """
+        check_limit(f"pool of {self._target}", timeout_s)
         limit_s = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
         payload = encode(arguments).to_bytes()
         future: Future[Outcome] = Future()

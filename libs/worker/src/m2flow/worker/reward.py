@@ -58,7 +58,7 @@ class Rewarder(Protocol):
     def score(self, items: Sequence[Mapping[str, Any]], *, timeout_s: float | None = None) -> list[Reward]:
         """The rewards of the items' fields, in order, each within its own time, or `timeout_s` where that is less.
 
-        Blocks until all are there; raises RewardFailed by the policy.
+        Blocks until all are there; raises RewardFailed by the policy, ValueError on a `timeout_s` that is not above 0.
         """
 
     def counts(self) -> dict[str, float]:
@@ -90,8 +90,8 @@ class RewardPool:
     def score(self, items: Sequence[Mapping[str, Any]], *, timeout_s: float | None = None) -> list[Reward]:
         """The rewards of the items' fields, in order, each within the pool's seconds or `timeout_s`, whichever is less.
 
-        Blocks until all are there. Raises RewardFailed where the policy is "stop" and an item failed;
-        SessionClosedError on a closed pool.
+        Blocks until all are there. Raises RewardFailed where the policy is "stop" and an item failed; ValueError on a
+        `timeout_s` that is not above 0; SessionClosedError on a closed pool.
         """
         futures = [self._pool.submit(dict(fields), timeout_s=timeout_s) for fields in items]
         return [self._reward(future.result()) for future in futures]

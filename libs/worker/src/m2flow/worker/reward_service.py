@@ -18,6 +18,7 @@ from m2flow.proto.algos.v1 import algos_pb2 as pb
 from m2flow.proto.algos.v1 import algos_pb2_grpc
 from m2flow.worker._tokens import TokenInterceptor
 from m2flow.worker.errors import LaunchError, RewardFailed
+from m2flow.worker.pool import check_limit
 from m2flow.worker.reward import SCORE_ZERO, FailurePolicy, Reward, Rewarder, RewardPool
 
 _FIELDS = ("id", "prompt", "completion", "data_source", "ground_truth", "extra_info")
@@ -46,8 +47,13 @@ class RewardServer(algos_pb2_grpc.RewardServiceServicer):
 
     def Score(self, request: pb.ScoreRequest, context: grpc.ServicerContext) -> pb.ScoreResponse:
         """Scores a batch; the method of the service."""
+        limit_s = request.timeout_s or None
+        try:
+            check_limit("reward service", limit_s)
+        except ValueError as wrong:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(wrong))
         items = [{name: getattr(one, name) for name in _FIELDS} for one in request.trajectories]
-        rewards = self._rewarder.score(items, timeout_s=request.timeout_s or None)
+        rewards = self._rewarder.score(items, timeout_s=limit_s)
         return pb.ScoreResponse(
             scores=[
                 pb.Score(id=item["id"], reward=reward.score or 0.0, parts=reward.parts, error=reward.error)
@@ -78,12 +84,13 @@ def serve(target: str, address: str, token: str, num_processes: int) -> None:
 class RewardClient:
     """A rewarder that asks a service, whose token it knows and which has `timeout_s` for a whole batch.
 
-    Raises ValueError for a token that is empty or not printable ASCII.
+    Raises ValueError for a token that is empty or not printable ASCII, or a `timeout_s` that is not above 0.
     """
 
     def __init__(
         self, address: str, *, token: str, timeout_s: float = 60.0, policy: FailurePolicy = SCORE_ZERO
     ) -> None:
+        check_limit(f"reward service at {address}", timeout_s)
         self._address = address
         self._metadata = ((TOKEN_KEY, check_token(token)),)
         self._timeout_s = timeout_s
@@ -98,8 +105,9 @@ class RewardClient:
         Each item has the service's own time, or `timeout_s` where that is less.
 
         Raises RewardFailed where the policy is "stop" and an item failed, or, under any policy, where the service does
-        not answer within `timeout_s`, or refuses the token.
+        not answer within `timeout_s`, or refuses the token. Raises ValueError on a `timeout_s` that is not above 0.
         """
+        check_limit(f"reward service at {self._address}", timeout_s)
         trajectories = [
             pb.Trajectory(**{name: str(fields[name]) for name in _FIELDS if name in fields}) for fields in items
         ]

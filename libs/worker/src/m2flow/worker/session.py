@@ -78,7 +78,6 @@ class Session:
         self._verdict = Verdict(self._condemn)
         self.watchdog = Watchdog(silence_s, say)
         self.watchdog.add_witness(self._waits)
-        self.watchdog.start()
         self.residency = ResidencyServer(endpoint, cluster.devices)
         MeetingServer(endpoint)
         wiring = Wiring(directory, token, preload, self._on_response, self._on_lost)
@@ -88,6 +87,7 @@ class Session:
         except BaseException:
             self._close_links()
             raise
+        self.watchdog.start()
 
     @property
     def failure(self) -> WorkerFailed | None:
@@ -294,7 +294,7 @@ class Session:
                     peers=self._addresses.elsewhere(link.host),
                     host=self._addresses.host_of(link.host),
                 )
-                self._ranks[key, rank] = KnownRank(link, order, spec.on_death)
+                self._ranks[key, rank] = KnownRank(link, order, spec.on_death, time.monotonic())
                 self._starting[key, rank] = handle
         for rank in group.ranks:
             known = self._ranks[key, rank]

@@ -17,7 +17,7 @@ class Watchdog:
     def __init__(
         self, silence_s: float, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if silence_s <= 0:
+        if not silence_s > 0:  # NaN too: no silence would last as long.
             raise ValueError(f"watchdog: got a silence of {silence_s} s, want more than 0")
         self._silence_s = silence_s
         self._say = say
@@ -48,7 +48,8 @@ class Watchdog:
         return max(0.0, self._last + self._next_s - now)
 
     def start(self) -> None:
-        """Looks by itself, on a thread of its own, until `end`."""
+        """Looks by itself from now on, on a thread of its own, until `end`."""
+        self.stir()
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def end(self) -> None:

@@ -114,6 +114,7 @@ def _evaluate(groups: Mapping[str, WorkerGroup], step: int) -> Mapping[str, floa
 
 TOY: App[ToyConfig] = App(
     name="toy",
+    purpose="An app whose workers sleep and add.",
     config_class=ToyConfig,
     recipes={"small": Path(__file__).parent / "small.yaml"},
     default_recipe="small",

@@ -79,7 +79,9 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _await_ready(ready_fd: int) -> str:
-    if not select.select([ready_fd], [], [], _START_TIMEOUT_S)[0]:
+    ready = select.poll()  # Unlike select, of files beyond the first 1,024 too.
+    ready.register(ready_fd, select.POLLIN)
+    if not ready.poll(_START_TIMEOUT_S * 1000):
         raise LaunchError(f"agent: did not listen within {_START_TIMEOUT_S} s")
     address = os.read(ready_fd, 4096).decode()
     if not address:

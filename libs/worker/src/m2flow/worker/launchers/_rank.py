@@ -109,5 +109,8 @@ def _bind(order: pb.StartWorker) -> None:
 
 
 def _die_with(life_fds: Sequence[int]) -> None:
-    select.select(life_fds, [], [])
+    ends = select.poll()  # Unlike select, of files beyond the first 1,024 too.
+    for descriptor in life_fds:
+        ends.register(descriptor, select.POLLIN)
+    ends.poll()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -2,6 +2,8 @@
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
+from functools import partial
+from math import nan
 
 from m2flow.worker.errors import RewardFailed
 from m2flow.worker.reward import FailurePolicy, Reward, Rewarder
@@ -52,6 +54,13 @@ class RewarderConformance(ABC):
         with self.make(FailurePolicy("skip")) as rewarder:
             (reward,) = rewarder.score(asked("sleep 0.3"), timeout_s=0.1)
             assert "longer than 0.1 s" in reward.error
+
+    def test_a_time_that_never_passes_or_has_passed_is_refused(self) -> None:
+        """Nothing would end an item, or nothing could be done."""
+        with self.make(FailurePolicy("skip")) as rewarder:
+            for timeout_s in (nan, 0.0, -1.0):
+                refused(ValueError, "want more than 0 s", partial(rewarder.score, asked("four"), timeout_s=timeout_s))
+            assert rewarder.score(asked("four"))[0].score == 4.0
 
     def test_stop_raises_and_leaves_it_usable(self) -> None:
         """With the reason."""

@@ -20,12 +20,11 @@ from m2flow.worker.engines.trainer.engine import Metrics
 @dataclass(frozen=True)
 class AdamWConfig:
     """Attributes:
-    lr: learning rate after warm-up.
+    lr: learning rate.
     betas: decay of the averages of the gradient and of its square.
     eps: added to the root of the second.
     weight_decay: decoupled, times lr, on matrices alone (not on norms and biases).
     max_grad_norm: gradients of a greater 2-norm are scaled to it; infinity does not clip.
-    warmup_steps: lr rises linearly over so many steps.
     """
 
     lr: float
@@ -33,11 +32,10 @@ class AdamWConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        if self.lr < 0 or self.max_grad_norm <= 0 or self.warmup_steps < 0 or self.weight_decay < 0:
-            raise ValueError(f"AdamW: got {self}, want lr, weight_decay, warmup_steps >= 0 and max_grad_norm > 0")
+        if self.lr < 0 or self.max_grad_norm <= 0 or self.weight_decay < 0:
+            raise ValueError(f"AdamW: got {self}, want lr, weight_decay >= 0 and max_grad_norm > 0")
 
 
 class AdamW:
@@ -58,23 +56,22 @@ class AdamW:
         """See `TrainerEngine.step`."""
         if not weight > 0:
             raise ValueError(f"step: weight is {weight}, want above 0: what the summed loss is averaged over")
-        lr = self._config.lr * min(1.0, (self._steps + 1) / max(1, self._config.warmup_steps))
         self._steps += 1
         names = [name for name, tensor in self._parameters.items() if tensor.grad is not None]
         if not names:
-            return {"grad_norm": 0.0, "lr": lr}
+            return {"grad_norm": 0.0, "lr": self._config.lr}
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([self._grad(name) for name in names])))
         norm = float(norm if self._mesh is None else total_norm(norm, self._mesh)) / weight
         divisor = weight * max(1.0, norm / self._config.max_grad_norm)
         for decayed in (False, True):
             chosen = [name for name in names if (self._parameters[name].ndim > 1) == decayed]
             if chosen:
-                self._update(chosen, lr, self._config.weight_decay if decayed else 0.0, divisor)
+                self._update(chosen, self._config.weight_decay if decayed else 0.0, divisor)
         for name in names:
             self._parameters[name].grad = None
-        return {"grad_norm": norm, "lr": lr}
+        return {"grad_norm": norm, "lr": self._config.lr}
 
-    def _update(self, names: list[str], lr: float, decay: float, divisor: float) -> None:
+    def _update(self, names: list[str], decay: float, divisor: float) -> None:
         parameters = [local(self._parameters[name].data) for name in names]
         device = parameters[0].device
         torch._fused_adamw_(
@@ -84,7 +81,7 @@ class AdamW:
             [local(self._second[name]) for name in names],
             [],
             [torch.tensor(self._steps, dtype=torch.float32, device=device)] * len(names),
-            lr=lr,
+            lr=self._config.lr,
             beta1=self._config.betas[0],
             beta2=self._config.betas[1],
             weight_decay=decay,

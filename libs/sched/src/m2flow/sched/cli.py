@@ -1,7 +1,7 @@
 """`m2flow-sched plan|explain|simulate|compare`: from files to a plan, its reasons and its picture."""
 
 import argparse
-import os
+import contextlib
 import pathlib
 import signal
 import sys
@@ -34,7 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"m2flow-sched: {wrong}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest, which is flushed at the exit
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.close()  # or Python tries again at its exit
         return 128 + signal.SIGPIPE
     return code
 

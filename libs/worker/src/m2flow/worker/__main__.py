@@ -78,9 +78,12 @@ def _find(command: str, target: str) -> None:
         found = resolve_target(target)
     except (ImportError, AttributeError, ValueError) as error:
         sys.exit(f"{command}: got {target!r}, want module:qualname of what can be imported here: {error}")
-    is_worker = isinstance(found, type) and issubclass(found, Worker)
-    if not (is_worker if command == "serve" else callable(found)):
-        sys.exit(f"{command}: got {target!r}, want {'a class of Worker' if command == 'serve' else 'a function'}")
+    if command == "serve":
+        fits, wanted = isinstance(found, type) and issubclass(found, Worker), "a class of Worker"
+    else:
+        fits, wanted = callable(found), "a function"
+    if not fits:
+        sys.exit(f"{command}: got {target!r}, want {wanted}")
 
 
 def _address(text: str) -> str:

@@ -37,7 +37,9 @@ def is_consequence(failure: BaseException) -> bool:
     )
 
 
-def failure_of(failure: BaseException, group: str, rank: int, phase: str, call_id: int) -> pb.SessionResponse:
+def failure_of(
+    failure: BaseException, group: str, rank: int, phase: str, *, attempt: int = 0, call_id: int = 0
+) -> pb.SessionResponse:
     """The report of an exception in a rank, or in the driver, of this process."""
     return failure_report(
         group,
@@ -45,6 +47,7 @@ def failure_of(failure: BaseException, group: str, rank: int, phase: str, call_i
         pid=os.getpid(),
         phase=phase,
         cause=cause_of(failure),
+        attempt=attempt,
         traceback=traceback_of(failure),
         call_id=call_id,
         consequence=is_consequence(failure),

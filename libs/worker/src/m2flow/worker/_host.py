@@ -73,12 +73,18 @@ class RankHost:
             self.context.match_torch_threads()
             worker.setup()
         except BaseException as failure:
-            self._report(failure_of(failure, order.group, order.rank, "start", 0))
+            self._report(failure_of(failure, order.group, order.rank, "start", attempt=order.attempt))
             return False
         self._objects[""] = worker
         self._report(
             pb.SessionResponse(
-                started=pb.Started(pid=os.getpid(), group=order.group, rank=order.rank, address=self._address)
+                started=pb.Started(
+                    pid=os.getpid(),
+                    group=order.group,
+                    rank=order.rank,
+                    address=self._address,
+                    attempt=order.attempt,
+                )
             ),
         )
         self._lane.run()

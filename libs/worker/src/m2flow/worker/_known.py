@@ -40,7 +40,7 @@ class KnownRank:
 
     def phase(self) -> str:
         """What it does now: the first of its own calls runs, before those of attached objects."""
-        if self.pid == 0:
+        if not self.pid or self.restarting:
             return "start"
         asked = self._in_order()
         own = [request.call.method for request in asked if request.HasField("call") and not request.call.attached]

@@ -119,7 +119,9 @@ class Lane:
             seconds = time.perf_counter() - start
             encoded = encode(value).to_bytes()
         except BaseException as failure:
-            return failure_of(failure, self._group, context.rank, job.phase, job.call_id)
+            return failure_of(
+                failure, self._group, context.rank, job.phase, attempt=context.attempt, call_id=job.call_id
+            )
         response = pb.SessionResponse(id=job.call_id)
         result = response.results.results.add(value=encoded, seconds=seconds, call_id=job.call_id, rank=context.rank)
         if timers := context.take_timers():

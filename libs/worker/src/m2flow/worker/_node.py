@@ -36,9 +36,10 @@ class Ranks(Protocol):
 
 
 class _Rank:
-    """What the agent knows of a rank."""
+    """What the agent knows of a rank since its last start."""
 
-    def __init__(self) -> None:
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
         self.stopping = False
         self.gone = False
         self.failed = False
@@ -58,7 +59,7 @@ class NodeAgent:
         kind = request.WhichOneof("kind")
         if kind == "start":
             with self._mutex:
-                self._known[request.start.group, request.start.rank] = _Rank()
+                self._known[request.start.group, request.start.rank] = _Rank(request.start.attempt)
             self._ranks.start(request.start)
         elif kind == "stop":
             self._stop((request.stop.group, request.stop.rank), request.stop.grace_s)
@@ -105,7 +106,7 @@ class NodeAgent:
                 for rank in self._known.values():
                     rank.gone = rank.failed = True
             elif (known := self._known.get(key)) is not None:
-                if known.failed or known.stopping:
+                if known.failed or known.stopping or known.attempt != event.failure.attempt:
                     return
                 known.failed = True
         self._emit(event)
@@ -119,7 +120,7 @@ class NodeAgent:
         if unasked:
             # `Stopped` answers a stop; what nobody asked for is a failure. The driver knows the process and its phase.
             cause = exit_in_words(event.stopped.exit_code)
-            self._emit(failure_report(*key, pid=0, phase="", cause=cause))
+            self._emit(failure_report(*key, pid=0, phase="", cause=cause, attempt=rank.attempt))
         with self._mutex:
             # Only now: a stop that comes meanwhile is answered after that, when the driver forgets the rank.
             rank.gone = True

@@ -350,7 +350,7 @@ class Session:
             self._hear(response)
         except Exception as failure:
             # A link's thread must live on: a driver that has gone deaf would wait for ever.
-            self._verdict.hear(failure_of(failure, "driver", 0, "listening", 0).failure)
+            self._verdict.hear(failure_of(failure, "driver", 0, "listening").failure)
 
     def _hear(self, response: pb.SessionResponse) -> None:
         kind = response.WhichOneof("kind")
@@ -386,7 +386,7 @@ class Session:
     def _on_started(self, key: RankKey, started: pb.Started) -> None:
         with self._mutex:
             known = self._ranks.get(key)
-            if known is None:
+            if known is None or started.attempt != known.order.attempt:
                 return
             known.pid = started.pid
             if started.address:
@@ -418,7 +418,6 @@ class Session:
             if known is None:
                 return
             if known.restarting and not known.leaving:
-                known.order.attempt += 1
                 known.link.send(pb.SessionRequest(start=known.order))
                 return
         known.stopped.set()
@@ -437,17 +436,18 @@ class Session:
         key = (report.group, report.rank)
         with self._mutex:
             known = self._ranks.get(key)
-            if known is not None and (known.restarting or known.leaving):
-                return  # Word of an end that is known, or was asked for.
+            if known is not None and (known.leaving or report.attempt != known.order.attempt):
+                return  # Word of an end that was asked for, or is known.
             if known is not None and not report.phase:
                 report.phase = known.phase()
-                report.pid = known.pid
+                report.pid = 0 if known.restarting else known.pid
             if known is None or not known.may_restart(self._max_restarts):
                 self._verdict.hear(report)
                 return
             failure = failure_from_proto(report, known.log)
             known.num_failures += 1
             known.restarting = True
+            known.order.attempt += 1
             lost = [] if known.on_death == "retry" else known.forget_calls()
             handles = [self._handles.pop(call_id, ("", None))[1] for call_id in lost]
         self._on_log(group_of(key[0]), key[1], f"restarted after: {failure}")

@@ -122,7 +122,7 @@ class Zygote:
                 )
             warm_class(order.target)
         except BaseException as failure:
-            self._say(failure_of(failure, order.group, order.rank, "start", 0))
+            self._say(failure_of(failure, order.group, order.rank, "start", attempt=order.attempt))
             self._say(pb.SessionResponse(stopped=pb.Stopped(exit_code=1, group=order.group, rank=order.rank)))
             return
         child = self._shared(order) or self._new_process(order)

@@ -29,7 +29,7 @@ from m2flow.worker.group import WorkerGroup
 from m2flow.worker.launch import launch_run
 from m2flow.worker.session import Session
 from m2flow.worker.spec import GroupSpec
-from m2flow.worker.testing.probe import DropProbe, Probe, RetryProbe, WarmProbe
+from m2flow.worker.testing.probe import DropProbe, Probe, RelapsingProbe, RetryProbe, WarmProbe
 from m2flow.worker.testing.sharded import ShardedProbe
 
 Failure = TypeVar("Failure", bound=BaseException)
@@ -325,6 +325,22 @@ class LauncherConformance:
             with self.launch() as session:
                 group = session.start(self.spec(worker=RetryProbe), "0")
                 refused(WorkerFailed, "phase 'die'", lambda: group.die().result(30))
+
+    def test_a_rank_that_dies_as_it_is_started_again_is_started_once_more(self) -> None:
+        """Its calls wait for that."""
+        if self.dies:
+            with self.launch() as session:
+                group = session.start(self.spec(2, worker=RelapsingProbe), "0-1")
+                assert group.on(0).die_once().result(30) == [3]
+                assert group.echo("end").result(30) == ["end", "end"]
+                assert session.failure is None
+
+    def test_who_dies_at_every_start_after_the_first_ends_the_run(self) -> None:
+        """In the phase in which it died last."""
+        if self.dies:
+            with self.launch() as session:
+                group = session.start(self.spec(1000, worker=RelapsingProbe), "0")
+                refused(WorkerFailed, "phase 'start': SIGKILL", lambda: group.die_once().result(30))
 
     def test_drop_starts_the_rank_again_without_its_calls(self) -> None:
         """The caller hears of it; the run goes on."""

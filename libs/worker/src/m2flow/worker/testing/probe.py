@@ -119,6 +119,16 @@ class RetryProbe(Probe):
     on_death = "retry"
 
 
+class RelapsingProbe(RetryProbe):
+    """A probe that, once it has died, dies in setup as often as `config` says before it comes up again."""
+
+    def setup(self) -> None:
+        """Dies, or does as any other."""
+        if 0 < self.context.attempt <= self.config:
+            self.die()
+        super().setup()
+
+
 class WarmProbe(Probe):
     """A probe whose ranks need a module that its own does not import."""
 

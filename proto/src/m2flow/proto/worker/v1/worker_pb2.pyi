@@ -221,16 +221,18 @@ class SessionResponse(_message.Message):
     def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[SessionHello, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., results: _Optional[_Union[CallResults, _Mapping]] = ..., failure: _Optional[_Union[FailureReport, _Mapping]] = ..., log: _Optional[_Union[LogLine, _Mapping]] = ..., stopped: _Optional[_Union[Stopped, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("pid", "group", "rank", "address")
+    __slots__ = ("pid", "group", "rank", "address", "attempt")
     PID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     pid: int
     group: str
     rank: int
     address: str
-    def __init__(self, pid: _Optional[int] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+    attempt: int
+    def __init__(self, pid: _Optional[int] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class CallResults(_message.Message):
     __slots__ = ("results",)
@@ -280,7 +282,7 @@ class LogLine(_message.Message):
     def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class FailureReport(_message.Message):
-    __slots__ = ("group", "rank", "host", "pid", "phase", "cause", "traceback", "time_s", "call_id", "consequence")
+    __slots__ = ("group", "rank", "host", "pid", "phase", "cause", "traceback", "time_s", "call_id", "consequence", "attempt")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -291,6 +293,7 @@ class FailureReport(_message.Message):
     TIME_S_FIELD_NUMBER: _ClassVar[int]
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     CONSEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     group: str
     rank: int
     host: str
@@ -301,4 +304,5 @@ class FailureReport(_message.Message):
     time_s: float
     call_id: int
     consequence: bool
-    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., phase: _Optional[str] = ..., cause: _Optional[str] = ..., traceback: _Optional[str] = ..., time_s: _Optional[float] = ..., call_id: _Optional[int] = ..., consequence: bool = ...) -> None: ...
+    attempt: int
+    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., phase: _Optional[str] = ..., cause: _Optional[str] = ..., traceback: _Optional[str] = ..., time_s: _Optional[float] = ..., call_id: _Optional[int] = ..., consequence: bool = ..., attempt: _Optional[int] = ...) -> None: ...

@@ -61,6 +61,8 @@ def _newest_python() -> list[str]:
 
 os.environ.setdefault("UV_FIND_LINKS", _pip_find_links())
 os.environ.setdefault("UV_NO_PROGRESS", "1")
+# Where nothing that is compiled may be kept, each process of each test compiles torch anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def timed(run: Callable[..., None]) -> Callable[..., None]:

@@ -46,3 +46,18 @@ def test_a_rank_that_ends_ahead_of_its_stop_is_not_told_of_after_it() -> None:
     assert said == ["failure", "stopped"]
     node.handle(STOP)
     assert said == ["failure", "stopped", "stopped"]
+
+
+def test_who_hears_of_a_rank_that_had_gone_may_wait_for_another_that_speaks_to_the_agent() -> None:
+    """The driver's threads waited for each other's locks where both are in one process."""
+    spoke: list[bool] = []
+
+    def emit(response: pb.SessionResponse) -> None:
+        speaker = threading.Thread(target=node.handle, args=(pb.SessionRequest(peers=pb.Peers()),), daemon=True)
+        speaker.start()
+        speaker.join(2)
+        spoke.append(not speaker.is_alive())
+
+    node = NodeAgent(lambda _: Ranks(), emit)
+    node.handle(STOP)
+    assert spoke == [True]

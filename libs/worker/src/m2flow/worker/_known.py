@@ -21,7 +21,8 @@ class Asked(NamedTuple):
 class KnownRank:
     """One rank as the driver knows it, which it first started at `start_s`.
 
-    `unanswered` are the requests that it has not answered, by call id.
+    `unanswered` are the requests that it has not answered, by call id. While it is `ending` it has been told to stop,
+    and has not said that it has.
     """
 
     def __init__(self, link: Link, order: pb.StartWorker, on_death: str, start_s: float) -> None:
@@ -33,6 +34,7 @@ class KnownRank:
         self.stopped = threading.Event()
         self.leaving = False
         self.restarting = False
+        self.ending = False
         self.num_failures = 0
         self.attached: list[pb.SessionRequest] = []
         self.unanswered: dict[int, Asked] = {}

@@ -84,12 +84,16 @@ class NodeAgent:
     def _stop(self, key: RankKey, grace_s: float) -> None:
         with self._mutex:
             rank = self._known.get(key)
-            if rank is None or rank.gone:
+            there = rank is not None and not rank.gone
+            if rank is not None:
+                rank.stopping = True
+            if not there:
                 self._known.pop(key, None)
-                self._emit(pb.SessionResponse(stopped=pb.Stopped(group=key[0], rank=key[1])))
-                return
-            rank.stopping = True
-        self._ranks.stop(key, grace_s)
+        # Whoever hears of it may hold a lock of its own, and have something to say meanwhile.
+        if there:
+            self._ranks.stop(key, grace_s)
+        else:
+            self._emit(pb.SessionResponse(stopped=pb.Stopped(group=key[0], rank=key[1])))
 
     def _on_event(self, event: pb.SessionResponse) -> None:
         kind = event.WhichOneof("kind")

@@ -378,6 +378,9 @@ class Session:
         """Whose answer it is; None where the call was given up, or the run has failed."""
         group, handle = self._handles.get(result.call_id, ("", None))
         known = self._ranks.get((group, result.rank))
+        if handle is None:  # Another of the ranks that were asked has died and dropped it.
+            there = [one for one in self._ranks.values() if one.order.rank == result.rank]
+            known = next((one for one in there if result.call_id in one.unanswered), None)
         if known is not None:  # Its group may have been stopped since.
             known.answered(result.call_id)
             known.num_failures = 0
@@ -417,6 +420,7 @@ class Session:
             known = self._ranks.get(key)
             if known is None:
                 return
+            known.ending = False
             if known.restarting and not known.leaving:
                 known.link.send(pb.SessionRequest(start=known.order))
                 return
@@ -450,11 +454,12 @@ class Session:
             known.order.attempt += 1
             lost = [] if known.on_death == "retry" else known.forget_calls()
             handles = [self._handles.pop(call_id, ("", None))[1] for call_id in lost]
+            # Before anybody can stop the group: later it would end who bears its name then.
+            self._send_stop(key, known, 0.0)
         self._on_log(group_of(key[0]), key[1], f"restarted after: {failure}")
         for handle in handles:
             if handle is not None:
                 handle.fail(failure)
-        known.link.send(pb.SessionRequest(stop=pb.StopWorker(group=key[0], rank=key[1])))
 
     def _on_lost(self, reason: str) -> None:
         with self._mutex:
@@ -494,8 +499,13 @@ class Session:
                 if known.leaving:
                     continue
                 known.leaving = True
-            stop = pb.StopWorker(group=key[0], rank=key[1], grace_s=grace_s)
-            known.link.send(pb.SessionRequest(stop=stop))
+                # One that ends already, to be started again, says so once.
+                if not known.ending:
+                    self._send_stop(key, known, grace_s)
+
+    def _send_stop(self, key: RankKey, known: KnownRank, grace_s: float) -> None:
+        known.ending = True
+        known.link.send(pb.SessionRequest(stop=pb.StopWorker(group=key[0], rank=key[1], grace_s=grace_s)))
 
 
 def _environment(devices: Sequence[Device]) -> dict[str, str]:

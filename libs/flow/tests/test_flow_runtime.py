@@ -447,6 +447,26 @@ def test_a_rank_that_dies_while_iterations_overlap_goes_on_with_the_oldest(proce
 
 
 @pytest.mark.medium
+@pytest.mark.parametrize("plan_of", [temporal_plan, spatial_plan])
+def test_a_rank_that_died_between_iterations_is_loaded_with_the_newest_weights(processes, plan_of):
+    """It had those of its setup until the next iteration: an evaluation was one of them."""
+    graph = make_graph()
+    with Runtime(graph, plan_of(graph, Cluster.virtual(3)), processes) as runtime:
+        runtime.start()
+        runtime.run(0, prompts(0))
+        rollout = runtime.groups["rollout"]
+        pids = rollout.pids
+        rollout.kill(0)
+        while rollout.pids[0] == pids[0]:
+            time.sleep(0.01)
+        with runtime.loaded("rollout"):
+            assert rollout.version().result(20) == [1] * rollout.world_size
+        assert len(runtime.run(1, prompts(1)).outputs) == PROMPTS
+        with runtime.loaded("rollout"):
+            assert rollout.version().result(20) == [2] * rollout.world_size
+
+
+@pytest.mark.medium
 def test_a_failure_ends_a_submit_that_waits_for_room():
     graph, cluster = make_graph(), Cluster.virtual(3)
     plan = spatial_plan(graph, cluster)

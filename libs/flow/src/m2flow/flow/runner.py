@@ -57,7 +57,9 @@ class RankRunner:
         starting: Sequence[int] = [iteration]
         if self._fresh and self._unit.context.attempt:
             starting = under_way
-            self._catch_up(starting, flow)
+            self._catch_up(starting[0], flow)
+            if type(self._unit.worker).on_death == "drop":
+                self._unit.orphans.bury(starting)
         self._fresh = False
         for number in starting:
             self._begun[number] = {name: self._lane(name).submit(job) for name, job in self._jobs(number, flow)}
@@ -88,6 +90,8 @@ class RankRunner:
 
     def load(self, iteration: int, flow: MicroFlow) -> None:
         """Keeps the worker on its devices, with its newest weights, for calls until `unload`. Blocks."""
+        if self._fresh and self._unit.context.attempt:
+            self._catch_up(iteration, flow)
         name = self._unit.context.group
         locked = any(stage.locked for stage in flow.stages if name in (stage.group, stage.to))
         call = MicroStage("call", "call", group=name, locked=locked)
@@ -157,13 +161,11 @@ class RankRunner:
 
         return run
 
-    def _catch_up(self, under_way: Sequence[int], flow: MicroFlow) -> None:
+    def _catch_up(self, version: int, flow: MicroFlow) -> None:
         """Brings a fresh worker to where the one before it was: off its devices, and with the weights of the day."""
         self.rest(flow)
-        if type(self._unit.worker).on_death == "drop":
-            self._unit.orphans.bury(under_way)
         if self._unit.version < 0:
-            self.receive_weights(under_way[0], flow)
+            self.receive_weights(version, flow)
 
     def _received(self, flow: MicroFlow) -> list[MicroStage]:
         return [stage for stage in flow.stages if stage.to == self._unit.context.group]

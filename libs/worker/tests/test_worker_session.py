@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,14 +23,17 @@ class Far:
 
     def __init__(self, wiring: Wiring) -> None:
         self.hear = wiring.on_response
+        self.meanwhile: Callable[[], object] = lambda: None
         self.told: list[str | None] = []
 
     def send(self, request: pb.SessionRequest) -> None:
+        if not request.HasField("start"):
+            self.meanwhile()
         self.told.append(request.WhichOneof("kind"))
         if request.HasField("start"):
             order = request.start
             started = pb.Started(pid=1, group=order.group, rank=order.rank, attempt=order.attempt)
-            threading.Thread(target=self.hear, args=(pb.SessionResponse(started=started),)).start()
+            self.hear(pb.SessionResponse(started=started))
 
     def close(self) -> None:
         pass
@@ -109,6 +112,31 @@ def test_a_rank_that_comes_again_is_stopped_as_any_other(run: Run) -> None:
     run.far.stopped()
     run.session.stop(group, grace_s=-2.0)
     assert run.far.told == ["start", "stop", "start", "stop"]
+
+
+@pytest.mark.parametrize("kind", ["call", "attach"])
+def test_a_rank_that_comes_again_while_it_is_asked_is_asked_once(run: Run, kind: str) -> None:
+    """It was asked in the middle of its setup, where it knew no attached object yet, and was deaf from then on."""
+    group = run.start(RetryProbe)
+
+    def comes_again() -> None:
+        run.far.die()
+        run.far.stopped()
+
+    coming = threading.Thread(target=comes_again, daemon=True)
+
+    def begin() -> None:
+        run.far.meanwhile = lambda: None
+        coming.start()
+        coming.join(0.1)
+
+    run.far.meanwhile = begin
+    if kind == "call":
+        group.echo(1)
+    else:
+        group.attach("beside", "m2flow.worker.testing:Companion", "hello")
+    coming.join(10)
+    assert run.far.told == ["start", kind, "stop", "start", kind]
 
 
 def test_who_answers_a_call_that_another_dropped_is_not_said_to_be_in_it(run: Run) -> None:

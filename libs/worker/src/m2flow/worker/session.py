@@ -215,7 +215,7 @@ class Session:
         with self._mutex:
             for rank in ranks:
                 self._ranks[group, rank].attached.append(request)
-        self._send(request, group, ranks)
+            self._send(request, group, ranks)
         return handle
 
     def kill(self, group: str, rank: int) -> None:
@@ -331,8 +331,9 @@ class Session:
                 known.ask(request, now_s)
                 if not known.restarting:
                     by_link.setdefault(known.link, []).append(rank)
-        for link, its_ranks in by_link.items():
-            link.send(request if len(its_ranks) == len(ranks) else _for_ranks(request, its_ranks))
+            # Here, where none can be started again meanwhile: it would get this too early, and twice.
+            for link, its_ranks in by_link.items():
+                link.send(request if len(its_ranks) == len(ranks) else _for_ranks(request, its_ranks))
 
     def _cancel(self, call_id: int, group: str, ranks: tuple[int, ...]) -> None:
         links: dict[Link, None] = {}

@@ -71,7 +71,7 @@ class ControlServer:
         """Sends a serialised `SessionRequest` to ranks. Does not block; ranks that are not there are passed over."""
         frame = framed(request)
         for connection in dict.fromkeys(map(self._ranks.get, keys)):
-            if connection is not None and not connection.write(frame):
+            if connection is not None and not connection.write(frame) and connection not in self._to_watch:
                 self._to_watch.add(connection)
                 os.write(self._wake_write, b"w")
 

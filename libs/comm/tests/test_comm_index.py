@@ -253,7 +253,7 @@ def test_the_tail_is_flushed_for_a_get_of_any_iteration() -> None:
 def test_a_put_after_the_end_of_an_iteration_is_an_error() -> None:
     q = Driver()
     q.end(0)
-    assert q.put("1").refused == "CommError"
+    assert q.put("1").refused == "IterationOverError"
 
 
 def test_what_waits_for_room_has_not_ended() -> None:
@@ -700,7 +700,7 @@ def test_a_successor_goes_on_where_the_other_left_off() -> None:
     q.die("p")
     q.index.announce_successor("p", "p2")
     assert q.get(iteration=0).refused == "IterationEnded"
-    assert q.put("1", by="p2", iteration=0).refused == "CommError"
+    assert q.put("1", by="p2", iteration=0).refused == "IterationOverError"
     assert q.put("1", by="p2", iteration=1).ids == []
     assert q.put("1", iteration=1).refused == "CommError", "its place is taken"
     q.die("p2")

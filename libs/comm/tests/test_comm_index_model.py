@@ -138,8 +138,10 @@ class ChannelMachine(RuleBasedStateMachine):
 
         owed = self.owed_by(member)
         wrong: tuple[str, ...] = ()
-        if not owed or self.over(iteration):
+        if not owed:
             wrong = ("CommError",)
+        elif self.over(iteration):
+            wrong = ("IterationOverError",)
         if owed and (all(part.closed for part in owed) or self.closed == set(CONSUMERS)):
             wrong = ("ChannelClosedError",)
         if not wrong:

@@ -95,6 +95,17 @@ def test_an_episode_whose_process_died_between_two_puts_dies_once(flow, ends):
         inbox.next(timeout_s=0.0)
 
 
+def test_a_process_that_dies_after_the_end_of_an_iteration_ends_it_again(flow, ends):
+    """It could not say a second time what had entered the loop, in any of its lives."""
+    inbox, _ = inbox_of(flow, ends, "policy.act")
+    inbox_of(flow, ends, "sink")
+    for _ in range(2):
+        tally = Tally()
+        for name in ("env.reset", "env.step"):
+            Outlet(flow, name, ends["env.0"], tally).end(0)
+        assert inbox.next(timeout_s=10.0) is None
+
+
 def test_only_so_many_episodes_are_in_a_loop_as_the_plan_says(loop_graph, ends):
     flow = loop_of(loop_graph, in_flight=4)
     inbox, _ = inbox_of(flow, ends, "policy.act")

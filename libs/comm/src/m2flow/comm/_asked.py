@@ -19,6 +19,7 @@ from m2flow.comm.errors import (
     ChannelFullError,
     CommError,
     IterationEnded,
+    IterationOverError,
     LeaseLostError,
     PayloadError,
     PeerLostError,
@@ -224,6 +225,8 @@ class Asked:
                 return ChannelClosedError(self._channel, failure.message)
             case "ChannelFullError":
                 return ChannelFullError(self._channel)
+            case "IterationOverError":
+                return IterationOverError(self._channel, failure.message)
             case "LeaseLostError":
                 return LeaseLostError(self._channel, failure.message)
             case "PayloadError":

@@ -289,7 +289,7 @@ class ChannelIndex:
             return Refusal("ChannelClosedError", _NOBODY_TAKES)
         for iteration in {entry.iteration for entry in entries}:
             if self.members.over(iteration):
-                return Refusal("CommError", f"every producer has ended iteration {iteration}: put before end")
+                return Refusal("IterationOverError", f"every producer has ended iteration {iteration}: put before end")
         return None
 
     def _has_room(self, count: int) -> bool:

@@ -4,6 +4,7 @@
     ├── PayloadError          a value that cannot be encoded, or bytes that are no payload
     ├── ChannelClosedError    the channel has ended and is drained
     ├── ChannelFullError      `put_nowait` found no room
+    ├── IterationOverError    a put into an iteration that every producer has ended
     ├── LeaseLostError        what was acknowledged had been queued again
     ├── PeerLostError         the other end's socket was closed by its death
     ├── TimeoutError_         nothing came in time (also a TimeoutError)
@@ -54,6 +55,14 @@ class ChannelFullError(CommError):
 
     def __init__(self, channel: str) -> None:
         super().__init__(f"channel {channel!r} is full: use put, which waits, or give it more capacity")
+        self.channel = channel
+
+
+class IterationOverError(CommError):
+    """A put into an iteration that every producer, this one too, has ended."""
+
+    def __init__(self, channel: str, message: str) -> None:
+        super().__init__(f"channel {channel!r}: {message}")
         self.channel = channel
 
 

@@ -2,10 +2,11 @@
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from m2flow.comm import Channel, Endpoint, Put
+from m2flow.comm import Channel, Endpoint, IterationOverError, Put
 from m2flow.flow._mail import ANYONE, ENTERED, gate_channel, inbox_channel, key_of, make_id
 from m2flow.flow.glue import Filter
 from m2flow.flow.microflow import DRIVER, MicroFlow, MicroStage
@@ -84,7 +85,9 @@ class Outlet:
         """Says that this process has put all of an iteration, to inboxes and to whoever comes after."""
         for taker, num_ranks, channel, _ in self._ways:
             if taker.inbox.feedback and self._stage not in taker.inbox.feedback:
-                channel.put_many(self._entered(iteration, num_ranks, taker.inbox.routed))
+                # Where it is over, the process before this one has told it, and died after the end.
+                with suppress(IterationOverError):
+                    channel.put_many(self._entered(iteration, num_ranks, taker.inbox.routed))
             self._end(channel, taker.inbox.ports, iteration)
         for gate, before in self._gates:
             self._end(gate, before, iteration)

@@ -100,6 +100,22 @@ def test_a_driver_with_many_open_files_starts_a_run_and_ends_it(private: Path) -
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.parametrize("of_the_driver", [True, False])
+def test_a_run_that_is_out_of_descriptors_says_so(private: Path, of_the_driver: bool) -> None:
+    with launch_run(Cluster.virtual(16), on_log=lambda *_: None) as session:
+        (zygote,) = set(session_members(agent_of(session))) - {agent_of(session)}
+        pid = os.getpid() if of_the_driver else zygote
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")) + 6, limits[1]))
+        start = time.monotonic()
+        try:
+            with pytest.raises(WorkerFailed, match=r"Too many open files: raise the limit of open files \(ulimit -n\)"):
+                session.start(Probe.group(device_kind="virtual"), "0-15")
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        assert time.monotonic() - start < DEADLINE_S
+
+
 def test_when_the_driver_is_killed_everything_ends(private: Path) -> None:
     driver, pids = started_driver(private)
     assert len(pids) == 3

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from m2flow.comm.errors import system_refuses
 from m2flow.comm.token import same_token
 from m2flow.proto.worker.v1 import worker_pb2 as pb
+from m2flow.worker._cause import failure_of
 from m2flow.worker._node import RankKey
 from m2flow.worker._wire import merged
 from m2flow.worker.launchers._frames import FrameReader, framed
@@ -83,17 +85,14 @@ class ControlServer:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._closed:
-            for key, events in self._selector.select():
-                if key.fd == self._wake_read:
-                    os.read(self._wake_read, _CHUNK)
-                    self._watch()
-                elif key.data is None:
-                    self._accept()
-                elif events & selectors.EVENT_WRITE and key.data.write(b""):
-                    self._selector.modify(key.data.sock, selectors.EVENT_READ, key.data)
-                elif events & selectors.EVENT_READ:
-                    self._hear(key.data)
+        try:
+            while not self._closed:
+                self._serve()
+        except OSError as error:
+            # Out of descriptors, mostly: nobody may wait for ranks that are not heard any more.
+            self._on_response(failure_of(system_refuses("hear a rank", error), "control", 0, "listening"))
+            while not self._closed:
+                os.read(self._wake_read, _CHUNK)
         for registered in list(self._selector.get_map().values()):
             if registered.data is not None:
                 registered.data.sock.close()
@@ -101,6 +100,18 @@ class ControlServer:
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
+
+    def _serve(self) -> None:
+        for key, events in self._selector.select():
+            if key.fd == self._wake_read:
+                os.read(self._wake_read, _CHUNK)
+                self._watch()
+            elif key.data is None:
+                self._accept()
+            elif events & selectors.EVENT_WRITE and key.data.write(b""):
+                self._selector.modify(key.data.sock, selectors.EVENT_READ, key.data)
+            elif events & selectors.EVENT_READ:
+                self._hear(key.data)
 
     def _accept(self) -> None:
         sock, _ = self._listener.accept()

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import NoReturn
 
+from m2flow.comm.errors import system_refuses
 from m2flow.proto.worker.v1 import worker_pb2 as pb
 from m2flow.worker._cause import failure_of
 from m2flow.worker._python import MODULE
@@ -122,11 +123,16 @@ class Zygote:
                 )
             warm_class(order.target)
         except BaseException as failure:
-            self._say(failure_of(failure, order.group, order.rank, "start", attempt=order.attempt))
-            self._say(pb.SessionResponse(stopped=pb.Stopped(exit_code=1, group=order.group, rank=order.rank)))
+            self._refuse(order, failure)
             return
-        child = self._shared(order) or self._new_process(order)
-        self._children[order.group, order.rank] = child
+        try:
+            self._children[order.group, order.rank] = self._shared(order) or self._new_process(order)
+        except OSError as error:
+            self._refuse(order, system_refuses("start a process", error))
+
+    def _refuse(self, order: pb.StartWorker, failure: BaseException) -> None:
+        self._say(failure_of(failure, order.group, order.rank, "start", attempt=order.attempt))
+        self._say(pb.SessionResponse(stopped=pb.Stopped(exit_code=1, group=order.group, rank=order.rank)))
 
     def _shared(self, order: pb.StartWorker) -> _Child | None:
         """The process that the rank joins, told of it; None where there is none yet."""
@@ -149,7 +155,14 @@ class Zygote:
             pid = self._spawn(order, log_write, childs)
         os.close(log_write)
         os.set_blocking(log_read, False)
-        child = _Child(order.group, [order.rank], pid, os.pidfd_open(pid), log_read, ours)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            # Nobody would see its end.
+            _kill_group(pid)
+            os.waitpid(pid, 0)
+            raise
+        child = _Child(order.group, [order.rank], pid, pidfd, log_read, ours)
         if childs is not None:
             childs.close()
             self._processes[order.group, order.process] = child

@@ -92,9 +92,10 @@ class Channel:
         """Puts an item; returns when the channel has it. Blocks while the channel is full.
 
         Raises PayloadError at once for an item that cannot be encoded and ValueError for what it cannot be put with,
-        ChannelClosedError when nothing more is taken, TimeoutError_ after `timeout_s` seconds, in which it waits for
-        shared memory too, PeerLostError without its host. The item is then not in the channel, unless its host was out
-        of reach: an item that has an id may be put again.
+        ChannelClosedError when nothing more is taken, IterationOverError when every producer has ended its iteration,
+        TimeoutError_ after `timeout_s` seconds, in which it waits for shared memory too, PeerLostError without its
+        host. The item is then not in the channel, unless its host was out of reach: an item that has an id may be put
+        again.
         """
         self.put_many(
             [Put(item=item, id=id, iteration=iteration, weight=weight, key=key)],

@@ -331,7 +331,7 @@ class Session:
                 known.ask(request, now_s)
                 if not known.restarting:
                     by_link.setdefault(known.link, []).append(rank)
-            # Here, where none can be started again meanwhile: it would get this too early, and twice.
+            # Under the lock: a rank that came again in between would get this in its setup, and once more after it.
             for link, its_ranks in by_link.items():
                 link.send(request if len(its_ranks) == len(ranks) else _for_ranks(request, its_ranks))
 
@@ -380,8 +380,8 @@ class Session:
         group, handle = self._handles.get(result.call_id, ("", None))
         known = self._ranks.get((group, result.rank))
         if handle is None:  # Another of the ranks that were asked has died and dropped it.
-            there = [one for one in self._ranks.values() if one.order.rank == result.rank]
-            known = next((one for one in there if result.call_id in one.unanswered), None)
+            asked = (one for (_, rank), one in self._ranks.items() if rank == result.rank)
+            known = next((one for one in asked if result.call_id in one.unanswered), None)
         if known is not None:  # Its group may have been stopped since.
             known.answered(result.call_id)
             known.num_failures = 0
